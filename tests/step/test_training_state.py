@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.feed import Feed
-from paceline.feed.sample_dealing import SampleDealing
+from paceline.feed.dealing import SampleDealing
 from paceline.gradients.header import Header, Layout
 from paceline.pace import Ask, Pacer, make
 from paceline.pace.shares import proportional

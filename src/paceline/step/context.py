@@ -11,7 +11,7 @@ import torch
 
 from paceline.feed.dealing import Dealing
 from paceline.gradients import Gradients, Header
-from paceline.pace.last_micro_batch import RECENT
+from paceline.pace.steering import RECENT
 from paceline.records import LoopSettings
 from paceline.step.checks.replicas import Repair
 from paceline.step.checks.sameness import Contents

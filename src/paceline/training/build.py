@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline import concurrency
 from paceline.errors import MisuseError
 from paceline.feed import Order, Source, batch_count_note
-from paceline.feed.sample_dealing import BatchDealing
+from paceline.feed.dealing import BatchDealing
 from paceline.gradients.fleet_sums import bytes_on_wire, like_flats
 from paceline.gradients.mean import VaryingCount
 from paceline.machines.link import link_from_env

@@ -11,8 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.feed import Order, Source
 from paceline.feed.custom_orders import overlapped
-from paceline.feed.dealing import Dealing, make_dealing
-from paceline.feed.sample_dealing import BatchDealing
+from paceline.feed.dealing import BatchDealing, Dealing, make_dealing
 from paceline.gradients import Gradients
 from paceline.gradients.mean import VaryingCount
 from paceline.gradients.second_order import needs_graph

@@ -20,7 +20,7 @@ from paceline.gradients import Header
 from paceline.gradients.accumulation import MicroBatchGradient
 from paceline.gradients.buckets import Among
 from paceline.gradients.exchange import Sum
-from paceline.pace.last_micro_batch import fit, ladder, recent_pace
+from paceline.pace.steering import fit, ladder, recent_pace
 from paceline.records import StepRecord
 from paceline.step.context import LoopContext
 from paceline.step.device import SideStream, StreamMark
