@@ -35,8 +35,8 @@ from paceline.errors import FLEET_FAILED, FleetError
 from paceline.fleet import Fleet
 from paceline.roster import RosterClient, RosterServer
 from paceline.roster.liveness import ENDED, ProcessState
-from paceline.training import bystanders
 from paceline.training import join as joining
+from paceline.training import untracked
 from paceline.transport import Elastic
 from paceline.transport.elastic import handover
 from paceline.transport.engines.memory import MemoryNetwork
@@ -131,7 +131,7 @@ class World:
             stack.enter_context(mock.patch.object(handover, "PIECE", 1 << 12))  # and one of them in several pieces
             stack.enter_context(mock.patch.object(joining, "_make_transport", self._make_transport))
             stack.enter_context(mock.patch.object(gc, "get_referrers", _nothing))  # slow: it looks for scalers
-            stack.enter_context(mock.patch.object(bystanders, "named_in_script", _nothing))  # so does this for modules
+            stack.enter_context(mock.patch.object(untracked, "named_in_script", _nothing))  # so does this for modules
             stack.enter_context(mock.patch.object(atexit, "register", _nothing))  # a process ends here, not this one
             stack.enter_context(self._logging())
             scheduler.spawn(self._boot, name="boot", process=ROSTER)

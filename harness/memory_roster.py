@@ -18,8 +18,7 @@ from typing import Any
 
 from paceline import concurrency
 from paceline.roster import wire
-from paceline.roster.connection import Closed, WorkerConnection
-from paceline.roster.door import DoorEvent
+from paceline.roster.door import Closed, DoorEvent, WorkerConnection
 from paceline.roster.handshake import ANSWER_S, take_welcome
 from paceline.roster.liveness import UNKNOWN, ProcessState
 

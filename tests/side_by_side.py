@@ -15,9 +15,9 @@ import torch
 
 import paceline
 from paceline.errors import FleetError
-from paceline.transport.alone import Alone
 from paceline.transport.base import RoundTensors, made
-from paceline.transport.pending import Over
+from paceline.transport.fixed import Alone
+from paceline.transport.group import Over
 
 PATIENCE_S = 30.0
 

@@ -1,6 +1,6 @@
 """A worker's life in the fleet: join, bring the model, track what has state, take steps, leave.
 
-The parts that do the work have their own files: loops are built in training/build.py, evaluations run in
+The parts that do the work have their own files: loops are built in training/construct.py, evaluations run in
 training/collective.py, checkpoints are saved in training/saving.py and resumed in training/loading.py.
 """
 
@@ -25,9 +25,8 @@ from paceline.records import History
 from paceline.renamed import FormerNames, names_present_keywords
 from paceline.step.steps import Steps
 from paceline.step.tracking import Values
-from paceline.training.build import LoopBuilder
 from paceline.training.collective import CollectiveCalls
-from paceline.training.construct import StepsConstructor
+from paceline.training.construct import LoopBuilder, StepsConstructor
 from paceline.training.context import TrainingContext
 from paceline.training.join import join_training
 from paceline.training.loading import Loading

@@ -33,7 +33,7 @@ from paceline.averaging.weights import LocalWork
 from paceline.errors import MisuseError
 from paceline.machines.failures import parse_failures
 from paceline.research.wp_weights import log_contraction, wp
-from paceline.transport.alone import Alone
+from paceline.transport.fixed import Alone
 from side_by_side import SideBySide, together
 
 pytestmark = pytest.mark.slow  # seconds, all together

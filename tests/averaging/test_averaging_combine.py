@@ -25,7 +25,7 @@ from paceline.errors import Dropped, FleetError, GenerationOver, MisuseError
 from paceline.gradients.gradients import Gradients
 from paceline.machines.failures import Failures, Trouble
 from paceline.records import Plan, StepRecord
-from paceline.transport.alone import Alone
+from paceline.transport.fixed import Alone
 from side_by_side import SideBySide, together
 
 pytestmark = pytest.mark.slow  # seconds, all together

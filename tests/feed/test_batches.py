@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
 
 from paceline.feed import Batches, Feed, Source, batch_count_note
 from paceline.feed.custom_orders import BatchOrder, once_each
-from paceline.feed.sample_dealing import BatchDealing
+from paceline.feed.dealing import BatchDealing
 from paceline.records import StepRecord
 
 N = 40

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, TensorDataset
 
 from paceline.feed import Feed, Source, total
+from paceline.feed.dealing import SampleDealing, StreamDealing
 from paceline.feed.micro_batches import pieces_of
-from paceline.feed.sample_dealing import SampleDealing
-from paceline.feed.stream_dealing import StreamDealing
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.feed import KeyedPermutation
-from paceline.feed.permutation import MAX_LENGTH
+from paceline.feed.randomness import MAX_LENGTH
 
 
 def excess(counts: np.ndarray, expected: np.ndarray | float) -> float:

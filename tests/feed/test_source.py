@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from paceline.feed import Feed, Source, positions, split
-from paceline.feed.fetching import EpochPiece, Fetcher
+from paceline.feed.loading import EpochPiece, Fetcher
 from paceline.feed.source import move
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from torch import nn
 import paceline
 from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
-from paceline.step.checks import comparison
+from paceline.step.checks import sameness
 from paceline.step.late import catch_up
 from paceline.transport.engines.small_sums import SmallExchange
 
@@ -153,7 +153,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     """One training; ``case`` says how, and the result is what this worker saw."""
     bound_kept_sums(case)
     ask_late_for_sums(case)
-    comparison.COMPARE_EVERY = case.get("fingerprint_every", comparison.COMPARE_EVERY)
+    sameness.COMPARE_EVERY = case.get("fingerprint_every", sameness.COMPARE_EVERY)
     pace = Deadline(**case.get("pace", {})) if not isinstance(case.get("pace"), str) else case["pace"]
     device = None if case.get("gpu") else "cpu"
     with paceline.join(pace, quiet=True, device=device, seed=case.get("seed", 0)) as fleet:

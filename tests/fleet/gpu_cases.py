@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.step import ahead
-from paceline.step.checks.comparison import is_examined
+from paceline.step.checks.sameness import is_examined
 
 
 def data(length: int = 512, width: int = 32) -> TensorDataset:

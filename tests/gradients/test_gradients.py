@@ -10,7 +10,7 @@ import torch
 
 from paceline.errors import MisuseError
 from paceline.gradients import Gradients, Header
-from paceline.transport.alone import Alone
+from paceline.transport.fixed import Alone
 
 
 class Doubling(Alone):

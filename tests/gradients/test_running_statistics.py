@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.gradients.running_statistics import RunningStatistics
+from paceline.gradients.buffers import RunningStatistics
 from quick import examples
 
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from one_process import Meeting, Threads
 from paceline.gradients import Gradients, Header
-from paceline.gradients.wire_sums import WireSum, bytes_on_wire, start_sum
+from paceline.gradients.fleet_sums import WireSum, bytes_on_wire, start_sum
 from paceline.settings import must_agree
 from paceline.training.combines import check_backend, check_wire, make_combine
 from paceline.transport import Alone
 from paceline.transport.formats import FORMATS, SMALLEST, format_of
-from paceline.transport.pending import wait_for_all
+from paceline.transport.group import wait_for_all
 
 LARGE = 40_000
 """Numbers of a tensor that is worth a format."""

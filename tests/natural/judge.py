@@ -193,7 +193,7 @@ def _right(habits: Habits, folder: Path, runs: list[Path], ended: list[Outcome],
 REPLAY = """
 import json
 from pathlib import Path
-import paceline.feed.sample_dealing
+import paceline.feed.dealing
 import paceline.training.join
 from paceline.feed.ranges import Ranges, positions
 from paceline.pace import Pacer
@@ -222,7 +222,7 @@ def deal(self, samples):
     feed._pool, feed._queues = Ranges((p, p + 1) for p in sorted(left)), [Ranges(sorted(map(tuple, ranges)))]
     return (feed._queues[0].total,)
 
-paceline.feed.sample_dealing.SampleDealing.deal = deal
+paceline.feed.dealing.SampleDealing.deal = deal
 paceline.training.join.make_pacer = lambda pace: Recorded()
 """
 """What makes one process train on the batches of a log, step by step, instead of its own."""

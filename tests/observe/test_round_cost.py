@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.averaging.weighted_average import Averaging
-from paceline.gradients.wire_sums import bytes_on_wire
+from paceline.gradients.fleet_sums import bytes_on_wire
 from paceline.observe import RunLog, verdict
 from paceline.observe.analysis import round_cost as analysis
 from paceline.observe.analysis.round_cost import (

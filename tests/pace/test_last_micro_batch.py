@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.pace.last_micro_batch import MARGIN, fit, fit_all, ladder, recent_pace
+from paceline.pace.steering import MARGIN, fit, fit_all, ladder, recent_pace
 
 SIZES = st.lists(st.integers(1, 500), min_size=1, max_size=6)
 

@@ -16,7 +16,7 @@ from pace_rig import play, record, slower
 
 from paceline.pace import Adaptive, Ask, Epoch, Equal, Fixed, Joint, Pacer
 from paceline.pace.forecast import Smoothed
-from paceline.pace.reading import Followed
+from paceline.pace.forecasting import Followed
 from paceline.records import StepRecord
 from paceline.research.auto_forecast import AutoForecast as Auto
 from paceline.research.cutoff import Cutoff

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.pace.forecast import Smoothed
-from paceline.pace.reading import Followed, column
+from paceline.pace.forecasting import Followed, column
 from paceline.research.forecasts import LastValue, OrderStatistics, Window
 from paceline.research.general import General
 

@@ -9,7 +9,7 @@ import pytest
 
 import paceline
 from paceline.pace import DEFAULT, Equal, Fixed, Simulated, Traits, baseline, make, register, registered, traits_of
-from paceline.pace import registry as paces
+from paceline.pace import pacer as paces
 from paceline.pace.pacer import played, rows
 from paceline.research.forecasts import LastValue
 from paceline.simulate import compare, compare_stuck

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from paceline.pace import Ask
 from paceline.pace.forecast import Forecast, Seen, Smoothed, best_count, make
+from paceline.pace.forecasting import steps_ahead
 from paceline.pace.joint import Joint
-from paceline.pace.reading import steps_ahead
 from paceline.records import StepRecord
 from paceline.research.auto_forecast import BACKLOG, TRIAL
 from paceline.research.auto_forecast import AutoForecast as Auto

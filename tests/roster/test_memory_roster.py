@@ -13,7 +13,7 @@ import pytest
 from memory_roster import MemoryDoor, MemoryNetwork, MemoryRosterConnection, MemoryStoreHost
 
 from paceline.roster import Generation, RosterClient, RosterServer, client, liveness, timeouts, wire
-from paceline.roster.connection import Closed
+from paceline.roster.door import Closed
 from paceline.roster.liveness import ENDED, ProcessState
 
 TOKEN = "a token"

@@ -16,7 +16,7 @@ from one_process import Meeting, Threads
 from paceline.gradients.gradients import Gradients
 from paceline.records import Plan
 from paceline.step.device import SideStream, StreamMark, tensors_in
-from paceline.step.late.in_flight import MicroBatchInFlight, WorkInFlight
+from paceline.step.late.deadline_round import MicroBatchInFlight, WorkInFlight
 from paceline.step.losses.loss_weights import Tally
 from paceline.step.step_state import LoopPhase, RoundPhase, StepState, Work
 

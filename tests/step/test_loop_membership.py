@@ -21,8 +21,8 @@ from paceline.records import StepRecord
 from paceline.roster import Generation, Gone
 from paceline.step.members import Membership
 from paceline.step.script_loops import Passes
-from paceline.transport.alone import Alone
 from paceline.transport.elastic.changes import MembershipChange, change_to
+from paceline.transport.fixed import Alone
 from paceline.worker_exit import Leave
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.step.losses.coupling import LEAST
-from paceline.step.losses.model_coupling import mixing
+from paceline.step.losses.coupling import LEAST, mixing
 
 ROWS = 4
 

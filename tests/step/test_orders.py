@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.step.checks.orders import check_order
+from paceline.step.checks.sameness import check_order
 
 Change = Callable[[Any], Any]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.step.checks.own_leaves import OwnLeaves
+from paceline.step.checks.user_code import OwnLeaves
 
 
 @pytest.mark.parametrize("by_hand", [True, False])

@@ -14,9 +14,8 @@ from torch.utils.data import IterableDataset
 from lone import linear, numbers, plain
 from one_process import Facts, Scripted, Worker
 from paceline.errors import Dropped, FleetError, GenerationOver, MisuseError, NonFiniteGradients
-from paceline.step.checks.comparison import COMPARE_EARLY, COMPARE_EVERY
 from paceline.step.checks.replicas import Repair
-from paceline.step.checks.sameness import parameters_of
+from paceline.step.checks.sameness import COMPARE_EARLY, COMPARE_EVERY, parameters_of
 from paceline.step.step_state import RoundPhase
 from paceline.transport import Alone
 

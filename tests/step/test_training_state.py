@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.feed import Feed
-from paceline.feed.sample_dealing import SampleDealing
+from paceline.feed.dealing import SampleDealing
 from paceline.gradients.header import Header, Layout
 from paceline.pace import Ask, Pacer, make
 from paceline.pace.shares import proportional
 from paceline.records import History, LoopSettings, Plan, StepRecord
 from paceline.research.cutoff import Cutoff
 from paceline.step.step_state import StepState
-from paceline.step.training_state import TrainingState, differ
+from paceline.step.training_state import TrainingState
 from quick import examples
 
 MICRO_BATCH = 4
@@ -275,9 +275,9 @@ def test_replicas_are_compared_only_among_those_that_gave_a_fingerprint() -> Non
     header = Header(Layout(3, 0, 0))
     for rank, value in enumerate([5.0, 0.0, 5.0]):
         header.write(rank, fingerprint=value)
-    assert not differ(header)
+    assert not header.differ()
     header.write(1, fingerprint=6.0)
-    assert differ(header)
+    assert header.differ()
 
 
 def test_after_replicas_differed_the_next_step_waits_for_everybody_and_deals_no_more_than_it_should() -> None:

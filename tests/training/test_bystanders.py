@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.training.bystanders import Bystanders
+from paceline.training.untracked import Bystanders
 
 
 class Lazy(OrderedDict[str, Any]):

@@ -23,8 +23,7 @@ from paceline.transport.elastic import transport as elastic
 from paceline.transport.elastic.changes import MembershipChange
 from paceline.transport.elastic.transport import Elastic
 from paceline.transport.engines.gloo import GlooWork
-from paceline.transport.group import Already, Group
-from paceline.transport.pending import Watched
+from paceline.transport.group import Already, Group, Watched
 
 PATIENCE_S = 20.0
 """How long anything here is waited for; only a failing test takes so long."""

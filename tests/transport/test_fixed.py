@@ -19,7 +19,7 @@ from paceline.gradients.header import SUMS
 from paceline.observe import read_log
 from paceline.transport import group as groups
 from paceline.transport.distributed import Slots
-from paceline.transport.engines.registry import choose
+from paceline.transport.engines import choose
 from paceline.transport.fixed import FixedTransport, launched
 from paceline.transport.group import Group
 from ports import own_port

@@ -22,8 +22,7 @@ from paceline.transport.engines import contract, gloo, memory
 from paceline.transport.engines.contract import Check, EngineWork
 from paceline.transport.engines.gloo import GlooMessage
 from paceline.transport.engines.memory import MemoryEngine, MemoryNetwork
-from paceline.transport.group import Group
-from paceline.transport.pending import Watched
+from paceline.transport.group import Group, Watched
 
 AT = ("store", 1)
 

@@ -14,8 +14,7 @@ from paceline.errors import GenerationOver
 from paceline.transport.engines import nccl
 from paceline.transport.engines.nccl import OURS, NcclEngine, NcclGroup, NcclSum
 from paceline.transport.engines.small_sums import SmallSums
-from paceline.transport.group import Group, let_go
-from paceline.transport.pending import Watched
+from paceline.transport.group import Group, Watched, let_go
 
 
 class Kernel:

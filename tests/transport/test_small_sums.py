@@ -19,8 +19,7 @@ from paceline.transport.engines.contract import EngineWork
 from paceline.transport.engines.gloo import GlooEngine
 from paceline.transport.engines.small_sums import MOST_BYTES, Outbox, SmallSum, SmallSums, is_small, lane
 from paceline.transport.fixed import FixedTransport
-from paceline.transport.group import Group
-from paceline.transport.pending import Over, Watched, wait_for_all
+from paceline.transport.group import Group, Over, Watched, wait_for_all
 
 
 def together(size: int, work: Callable[..., Any]) -> list[Any]:

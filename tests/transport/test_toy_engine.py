@@ -117,7 +117,7 @@ TOY = f"""from __future__ import annotations
 import torch
 from paceline import concurrency
 from paceline.transport.engines.contract import CLOSED, CHECK_S, Engine, EngineKind, EngineWork, Held
-from paceline.transport.engines.registry import register
+from paceline.transport.engines import register
 
 {"".join(inspect.getsource(part) for part in (StoreWork, StoreEngine, read, OverStore))}
 register(OverStore())

@@ -31,18 +31,17 @@ from paceline.averaging.periods import Periods
 from paceline.errors import MisuseError
 from paceline.feed.dealing import Dealing
 from paceline.gradients import Gradients, Header
+from paceline.gradients.mean import VaryingCount
 from paceline.gradients.scaling import is_active
-from paceline.gradients.varying import VaryingCount
 from paceline.machines.failures import Failures
 from paceline.pace.by_the_clock import time_is_up
 from paceline.records import Plan, StepRecord
 from paceline.step.combine import CombineParts
 from paceline.step.context import LoopContext
 from paceline.step.gradient_combine import may_apply
-from paceline.step.record import WORK
 from paceline.step.round import SynchronousRound
 from paceline.step.step import Step
-from paceline.step.step_state import StepState
+from paceline.step.step_state import WORK, StepState
 from paceline.transport import Transport
 
 PERIOD_OVER, ROUND_OVER = 1, 2

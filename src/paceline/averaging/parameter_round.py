@@ -17,17 +17,15 @@ from paceline.averaging.merge import SAMPLES, Merge, momentum_of
 from paceline.averaging.period import NOTHING, Period, Unaveraged
 from paceline.errors import GenerationOver
 from paceline.gradients import Header
-from paceline.gradients.buffers import BufferSnapshot, ModuleBuffers
+from paceline.gradients.buffers import BufferSnapshot, ModuleBuffers, RunningStatistics
 from paceline.gradients.exchange import Buffers, share
-from paceline.gradients.fleet_sums import Flats, Tensors, try_sums
+from paceline.gradients.fleet_sums import Flats, Tensors, start_sum, try_sums
 from paceline.gradients.header import Layout
-from paceline.gradients.running_statistics import RunningStatistics
-from paceline.gradients.wire_sums import start_sum
 from paceline.step.context import LoopContext
-from paceline.step.record import measured
+from paceline.step.step_state import measured
 from paceline.transport.base import Pending
 from paceline.transport.formats import Format
-from paceline.transport.pending import wait_for_all
+from paceline.transport.group import wait_for_all
 
 Written = TypeVar("Written")
 

@@ -2,10 +2,10 @@
 
 from paceline.feed.custom_orders import Batches, batch_count_note
 from paceline.feed.feed import Feed, Order
-from paceline.feed.permutation import KeyedPermutation
 from paceline.feed.randomness import (
     EvaluationNumbers,
     Generators,
+    KeyedPermutation,
     OwnNumbers,
     TorchGenerators,
     key,

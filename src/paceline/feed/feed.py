@@ -29,8 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.feed.custom_orders import Batches
-from paceline.feed.permutation import MAX_LENGTH, KeyedPermutation
-from paceline.feed.randomness import key
+from paceline.feed.randomness import MAX_LENGTH, KeyedPermutation, key
 from paceline.feed.ranges import Ranges, positions
 from paceline.records import Range
 

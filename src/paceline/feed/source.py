@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.feed.custom_orders import Batches, BatchOrder, SamplerOrder, once_each
-from paceline.feed.fetching import EpochPiece, Fetcher, Glance, make_fetcher
-from paceline.feed.loader_processes import Pipeline
 from paceline.feed.loader_settings import read_settings
+from paceline.feed.loading import EpochPiece, Fetcher, Glance, Pipeline, make_fetcher
 from paceline.feed.randomness import generators_kept
 from paceline.feed.stream import Stream
 from paceline.records import Range

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from paceline.feed.loader_processes import InitWorker, LoaderFailure, as_it_is, received, shut_down
 from paceline.feed.loader_settings import Settings
+from paceline.feed.loading import InitWorker, LoaderFailure, as_it_is, received, shut_down
 from paceline.feed.randomness import Generators, generators_kept, key, seed_generators
 
 Part = tuple[int, int]

@@ -15,9 +15,8 @@ import torch
 from paceline.checkpoint.shards import any_sharded, local
 from paceline.errors import MisuseError
 from paceline.gradients.buckets import REACHED_NO_MODEL, Among, Buckets
-from paceline.gradients.buffers import BufferSnapshot, ModuleBuffers
+from paceline.gradients.buffers import BufferSnapshot, ModuleBuffers, RunningStatistics, StatisticsSnapshot
 from paceline.gradients.header import number_of
-from paceline.gradients.running_statistics import RunningStatistics, StatisticsSnapshot
 from paceline.gradients.scaling import LivingScalers, is_active, scale_in
 from paceline.gradients.scaling import scaled as scale_loss
 from paceline.gradients.sharded import ShardedBuckets

@@ -16,12 +16,11 @@ import torch
 from paceline.errors import GenerationOver
 from paceline.gradients.accumulation import Accumulation
 from paceline.gradients.buffers import BufferSnapshot, ModuleBuffers
-from paceline.gradients.fleet_sums import Tensors, sum_until_done, try_sums
+from paceline.gradients.fleet_sums import Tensors, start_sum, sum_until_done, try_sums
 from paceline.gradients.header import Header
-from paceline.gradients.wire_sums import start_sum
 from paceline.transport import Collective, Pending
 from paceline.transport.formats import Format
-from paceline.transport.pending import Never, wait_for_all
+from paceline.transport.group import Never, wait_for_all
 
 Buffers = tuple[list[int], torch.Tensor]
 """The numbers of the buffers that a round gives to all workers, and their bytes."""

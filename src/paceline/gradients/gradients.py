@@ -17,9 +17,8 @@ from paceline.gradients.accumulation import Accumulation
 from paceline.gradients.buckets import Among, Buckets
 from paceline.gradients.exchange import GradientExchange, Sum
 from paceline.gradients.header import Header, Layout, layout_of
-from paceline.gradients.mean import MeanGradient
+from paceline.gradients.mean import MeanGradient, VaryingCount
 from paceline.gradients.scaling import is_active, next_state
-from paceline.gradients.varying import VaryingCount
 from paceline.transport import Collective
 from paceline.transport.formats import Format
 

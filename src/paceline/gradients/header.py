@@ -157,6 +157,18 @@ class Header:
         unit = units.pop() if len(units) == 1 else 1.0
         return max(unit, 1.0)
 
+    def differ(self, what: str = "fingerprint") -> bool:
+        """Return whether workers reported unlike fingerprints of what they hold, or of their modes."""
+        if not self.total(what):
+            return False
+        prints = self.column(what)
+        return len(set(prints[prints > 0].tolist())) > 1
+
+    @property
+    def members_change(self) -> bool:
+        """Whether the group is to be re-formed as soon as all workers are at one step boundary."""
+        return self.total("leaves") > 0 or self.total("changes") > 0
+
     def write_plan(self, plan: Plan) -> None:
         count = len(plan.samples)
         forecast = np.full(count, np.nan) if plan.forecast_s is None else np.asarray(plan.forecast_s, dtype=float)

@@ -14,15 +14,20 @@ from paceline.pace.epoch import Epoch
 from paceline.pace.fixed import Equal, Fixed
 from paceline.pace.joint import Joint
 from paceline.pace.pacer import (
+    PACES,
     Ask,
     MinimalPacer,
     Pacer,
     Simulated,
     Traits,
+    baseline,
     deadlines_needed,
+    make,
     may_set_deadlines,
+    register,
+    registered,
+    traits_of,
 )
-from paceline.pace.registry import PACES, baseline, make, register, registered, traits_of
 
 __all__ = [
     "DEFAULT",

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from paceline.pace.forecast import Forecast
+from paceline.pace.forecasting import column
 from paceline.pace.joint import Joint
 from paceline.pace.ledger import Ledger
 from paceline.pace.pacer import Ask, PaceChange, Simulated, Traits
-from paceline.pace.reading import column
 from paceline.pace.steering import RATE, Gain
 from paceline.records import Plan, StepRecord
 

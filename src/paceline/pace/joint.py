@@ -11,10 +11,9 @@ import numpy as np
 from paceline.pace.adaptive import Adaptive
 from paceline.pace.cost import resized
 from paceline.pace.forecast import Floats, Forecast, Learner, Mask, make
-from paceline.pace.forecasting import floors
+from paceline.pace.forecasting import DRAWS, TYPICAL_RATE, Followed, column, floors, steps_ahead
 from paceline.pace.ledger import Ledger
 from paceline.pace.pacer import Ask, Pacer, Simulated, Traits
-from paceline.pace.reading import DRAWS, TYPICAL_RATE, Followed, column, steps_ahead
 from paceline.pace.shares import Ints, proportional
 from paceline.pace.steering import Gain
 from paceline.records import Plan, StepRecord

@@ -28,7 +28,7 @@ from paceline.gradients import Header
 from paceline.gradients.fleet_sums import Flats
 from paceline.research.elastic_average import TURN, Springs
 from paceline.step.context import LoopContext
-from paceline.transport.pending import wait_for_all
+from paceline.transport.group import wait_for_all
 
 EVERY_S = 0.005
 """How long a round waits for this worker to arrive, in seconds."""

@@ -10,9 +10,8 @@ import numpy as np
 
 from paceline.pace.fixed import Equal
 from paceline.pace.forecast import Forecast, Learner, Smoothed, best_count, make, static_count
-from paceline.pace.pacer import Ask, Pacer, Simulated, Traits
-from paceline.pace.reading import DRAWS, Followed, column, steps_ahead
-from paceline.pace.registry import register
+from paceline.pace.forecasting import DRAWS, Followed, column, steps_ahead
+from paceline.pace.pacer import Ask, Pacer, Simulated, Traits, register
 from paceline.records import Plan, StepRecord
 from paceline.research.auto_forecast import AutoForecast
 from paceline.research.forecasts import LastValue, OrderStatistics, Window

@@ -17,8 +17,7 @@ from typing import Any
 from paceline import concurrency
 from paceline.roster import persistence, wire
 from paceline.roster.calls import Beat
-from paceline.roster.connection import MAX_UNSENT, Closed, WorkerConnection
-from paceline.roster.door import SocketDoor
+from paceline.roster.door import MAX_UNSENT, Closed, SocketDoor, WorkerConnection
 from paceline.roster.membership_rules import CLOSED, Happened, MembershipRules
 from paceline.roster.state import Generation, Hello, Ready, RosterState
 from paceline.roster.timeouts import TICK_S, Timeouts

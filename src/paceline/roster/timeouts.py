@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.roster.calls import mismatch, name_workers, waited_for
-from paceline.roster.connection import WorkerConnection
+from paceline.roster.door import WorkerConnection
 from paceline.roster.liveness import BUSY, CHECK_S, FROZEN, GONE, UNKNOWN, ProcessState, SilenceCheck
 from paceline.roster.membership_rules import MembershipRules
 

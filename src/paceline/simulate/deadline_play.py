@@ -2,7 +2,7 @@
 
 A worker's seconds for an equal share are given per step. Each of its micro-batches (16 per equal share) takes its part
 of them, times noise. Before the first one come ``cost_s`` seconds, which a step costs whatever the share. Before each
-micro-batch the worker computes what still fits before the deadline (`paceline.pace.last_micro_batch`, the function of
+micro-batch the worker computes what still fits before the deadline (`paceline.pace.steering`, the function of
 real runs) and stops when nothing fits. A micro-batch that is not finished when the round closes does not count, and its
 worker is busy with it until it ends, in later steps, as in a real run: nobody can interrupt a micro-batch.
 
@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.pace import Ask, Pacer, steering
-from paceline.pace.last_micro_batch import fit_all, ladder
-from paceline.pace.steering import goal, made_for
+from paceline.pace.steering import fit_all, goal, ladder, made_for
 from paceline.records import Plan, StepRecord
 from paceline.simulate.play import EPOCH, MICRO_BATCHES, SHARE, Outcome, costs
 

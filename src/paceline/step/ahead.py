@@ -18,11 +18,10 @@ import torch
 from paceline.gradients import Header
 from paceline.gradients.scaling import is_active
 from paceline.records import StepRecord
-from paceline.step.checks.comparison import is_examined
+from paceline.step.checks.sameness import is_examined
 from paceline.step.device import DeviceClock, mark, tensors_in, wait_for_event
 from paceline.step.losses.loss_weights import Tally
-from paceline.step.record import has_gradient, record_of, write_header
-from paceline.step.step_state import StepState, Work
+from paceline.step.step_state import StepState, Work, has_gradient, record_of, write_header
 
 if TYPE_CHECKING:
     from paceline.step.context import LoopContext

@@ -11,14 +11,14 @@ import torch
 
 from paceline.feed.dealing import Dealing
 from paceline.gradients import Gradients, Header
-from paceline.pace.last_micro_batch import RECENT
+from paceline.pace.steering import RECENT
 from paceline.records import LoopSettings
-from paceline.step.checks.own_leaves import OwnLeaves
 from paceline.step.checks.replicas import Repair
 from paceline.step.checks.sameness import Contents
+from paceline.step.checks.user_code import OwnLeaves
 from paceline.step.micro_batch_size import Sizing
-from paceline.step.record import SIZES, WORK, work_fields
 from paceline.step.script_loops import ScriptLoop
+from paceline.step.step_state import SIZES, WORK, work_fields
 from paceline.step.tracking import Tracked
 from paceline.step.training_state import TrainingState
 from paceline.transport import Transport

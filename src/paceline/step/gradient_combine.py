@@ -18,20 +18,17 @@ from paceline.gradients import Header
 from paceline.pace import deadlines_needed, may_set_deadlines
 from paceline.records import Plan
 from paceline.step.ahead import why_not_ahead
-from paceline.step.checks.comparison import ReplicaComparison
-from paceline.step.checks.hyperparameters import unlike_settings
-from paceline.step.checks.orders import check_order
-from paceline.step.checks.updates import unlike_updates
+from paceline.step.checks.sameness import ReplicaComparison, check_order
+from paceline.step.checks.updates import unlike_settings, unlike_updates
 from paceline.step.combine import Combine, CombineParts
 from paceline.step.context import LoopContext
 from paceline.step.late.deadline_round import DeadlineRound
 from paceline.step.late.deadlines import Allowed, Deadlines
 from paceline.step.losses.loss_weights import check_weights
 from paceline.step.members import newcomer_state, take_newcomer_state
-from paceline.step.record import has_gradient, void_record
 from paceline.step.round import StepRound, SynchronousRound
 from paceline.step.step import Step
-from paceline.step.step_state import RoundPhase, StepState
+from paceline.step.step_state import RoundPhase, StepState, has_gradient, void_record
 
 
 class GradientCombine:

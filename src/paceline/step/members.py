@@ -21,10 +21,9 @@ from paceline import concurrency
 from paceline.checkpoint import parts
 from paceline.errors import Dropped, FleetError
 from paceline.feed import Generators
-from paceline.step.checks.orders import CAUSE
 from paceline.step.checks.replicas import handed_in
+from paceline.step.checks.sameness import CAUSE
 from paceline.step.context import LoopContext
-from paceline.step.training_state import changes
 from paceline.transport.elastic.changes import MembershipChange
 from paceline.transport.elastic.transport import Elastic
 from paceline.worker_exit import Leave
@@ -141,7 +140,7 @@ class Membership:
         """Note what the summed header of a round reports of the boundary after it: everybody's `intentions`."""
         self.round_over()
         leaves = bool(header.column("leaves")[workers.index(self._transport.id)])
-        self._due = (generation, changes(header), leaves)
+        self._due = (generation, header.members_change, leaves)
         self.all_leave = bool(header.column("leaves").all())
 
     def round_over(self) -> None:

@@ -23,14 +23,13 @@ from paceline.gradients.accumulation import MicroBatchGradient
 from paceline.gradients.buckets import Among
 from paceline.records import StepRecord
 from paceline.step.ahead import StepAhead
-from paceline.step.checks.comparison import ReplicaComparison
+from paceline.step.checks.sameness import ReplicaComparison
 from paceline.step.context import LoopContext
 from paceline.step.device import DeviceClock, mark, wait_for_event
-from paceline.step.record import record_of, write_header
-from paceline.step.step_state import RoundPhase, StepState, Work
+from paceline.step.step_state import RoundPhase, StepState, Work, record_of, write_header
 
 if TYPE_CHECKING:
-    from paceline.step.late.in_flight import WorkInFlight
+    from paceline.step.late.deadline_round import WorkInFlight
 
 
 class StepRound(ABC):

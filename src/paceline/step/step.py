@@ -20,10 +20,10 @@ from paceline.feed.micro_batches import MicroBatch, holds_one
 from paceline.gradients import second_order
 from paceline.records import StepRecord
 from paceline.renamed import FormerNames
-from paceline.step.checks.comparison import is_examined
-from paceline.step.checks.hyperparameters import changed_rate, scaled_rates
+from paceline.step.checks.sameness import is_examined
+from paceline.step.checks.updates import changed_rate, scaled_rates
 from paceline.step.checks.user_code import check_optimizers
-from paceline.step.losses.coupling import are_numbers, coupling, ignore_graph_of, is_to_be_looked_at
+from paceline.step.losses.coupling import are_numbers, coupling, ignore_graph_of, is_to_be_looked_at, mixing
 from paceline.step.losses.loss_constants import constants_of
 from paceline.step.losses.loss_weights import (
     SINGLES,
@@ -37,7 +37,6 @@ from paceline.step.losses.loss_weights import (
     read_weight,
     weighted,
 )
-from paceline.step.losses.model_coupling import mixing
 from paceline.step.losses.several_losses import ADVICE, Parts, check_together
 from paceline.step.micro_batch_size import OutOfMemory, shrink
 from paceline.step.step_state import StepState, Work

@@ -21,9 +21,8 @@ from torch.optim.swa_utils import AveragedModel
 from paceline.checkpoint.content import plain
 from paceline.gradients.scaling import instances, take_over
 from paceline.settings import must_agree
-from paceline.step.checks.hyperparameters import Digest, rates_of, settings_of
 from paceline.step.checks.schedules import parts_of
-from paceline.step.checks.updates import UpdateGuard
+from paceline.step.checks.updates import Digest, UpdateGuard, rates_of, settings_of
 from paceline.transport import Transport
 
 logger = logging.getLogger("paceline")

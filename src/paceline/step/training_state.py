@@ -300,7 +300,7 @@ class TrainingState:
         if self.plan is None and len(self._history) > 1 and not self._transport.elastic:
             self.plan = replace(step_state.plan, step=self.index)  # the leader thought that this was the last step
         # A step for everybody: to compare replicas that differed, or because workers enter or leave after it.
-        self._next_waits_for_all = by_deadline and (differ(header) or differ(header, "modes") or changes(header))
+        self._next_waits_for_all = by_deadline and (header.differ() or header.differ("modes") or header.members_change)
         step_state.ends_epoch = self.dealing.remaining == 0
         if step_state.ends_epoch:
             self.next_epoch()
@@ -434,19 +434,6 @@ class TrainingState:
         # with the same one, whatever is undone was left so by deadlines.
         same = state.get("global_batch") == batch or abs(saved * batch - done) < batch
         self.epoch_step = saved if same else done // batch
-
-
-def differ(header: Header, what: str = "fingerprint") -> bool:
-    """Return whether workers reported unlike fingerprints of what they hold, or of their modes."""
-    if not header.total(what):
-        return False
-    prints = header.column(what)
-    return len(set(prints[prints > 0].tolist())) > 1
-
-
-def changes(header: Header) -> bool:
-    """Return whether the group is to be re-formed as soon as all workers are at one step boundary."""
-    return header.total("leaves") > 0 or header.total("changes") > 0
 
 
 def _plan_for_survivors(plan: Plan, old_ranks: Sequence[int | None], *, generation: int) -> Plan:

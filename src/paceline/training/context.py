@@ -17,7 +17,7 @@ from paceline.records import History
 from paceline.step.script_loops import Passes
 from paceline.step.tracking import Tracked
 from paceline.training.combines import Choice
-from paceline.training.resuming_loops import Resume
+from paceline.training.loading import Resume
 from paceline.transport import Elastic, Transport
 from paceline.transport.formats import PLAIN
 

@@ -20,9 +20,9 @@ from paceline.step.checks.replicas import Repair, check_same_shape, distance, mo
 from paceline.step.checks.sameness import Contents, parameters_of, saved_buffers_of, state_of, together, unlike_text
 from paceline.step.checks.user_code import refuse_untrainable
 from paceline.training import sharding
-from paceline.training.bystanders import Bystanders
 from paceline.training.combines import kind_of
 from paceline.training.context import TrainingContext
+from paceline.training.untracked import Bystanders
 from paceline.transport import Collective
 
 if TYPE_CHECKING:

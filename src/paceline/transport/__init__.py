@@ -12,10 +12,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.transport.alone import Alone
     from paceline.transport.base import Collective, Pending, Transport
     from paceline.transport.elastic.transport import Elastic, joins_roster
-    from paceline.transport.fixed import MPI_SIZES, FixedTransport, launched, refuse_mpi
+    from paceline.transport.fixed import MPI_SIZES, Alone, FixedTransport, launched, refuse_mpi
 
 __all__ = [
     "MPI_SIZES",
@@ -31,10 +30,9 @@ __all__ = [
 ]
 
 _FILES = {
-    "alone": ("Alone",),
     "base": ("Collective", "Pending", "Transport"),
     "elastic.transport": ("Elastic", "joins_roster"),
-    "fixed": ("MPI_SIZES", "FixedTransport", "launched", "refuse_mpi"),
+    "fixed": ("MPI_SIZES", "Alone", "FixedTransport", "launched", "refuse_mpi"),
 }
 
 

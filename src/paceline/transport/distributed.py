@@ -24,9 +24,8 @@ from paceline.transport.base import Pending, RoundTensors, Transport, made
 from paceline.transport.call_sequences import CallSequences
 from paceline.transport.engines.small_sums import lane as count_in
 from paceline.transport.formats import Format
-from paceline.transport.group import Group, Watch
+from paceline.transport.group import Group, Watch, Watched
 from paceline.transport.network import Store, place
-from paceline.transport.pending import Watched
 from paceline.transport.survey import place_facts
 
 

@@ -1,8 +1,9 @@
-"""A fleet of fixed size over torch.distributed: as started by ``paceline run``, torchrun, Slurm or by hand.
+"""A fleet of fixed size: one worker alone, or several over torch.distributed.
 
-Gloo carries all; where every worker has a GPU of its own, NCCL sums what lies there. The process group is
-Paceline's own, so a script may use torch.distributed's default group beside it. A worker that dies ends the run, with
-an error that names it, on every survivor.
+Several are started by ``paceline run``, torchrun, Slurm or by hand (`FixedTransport`). Gloo carries all; where every
+worker has a GPU of its own, NCCL sums what lies there. The process group is Paceline's own, so a script may use
+torch.distributed's default group beside it. A worker that dies ends the run, with an error that names it, on every
+survivor.
 """
 
 from __future__ import annotations
@@ -21,17 +22,69 @@ from paceline import concurrency
 from paceline.errors import FleetError, LoaderDied, PacelineError
 from paceline.roster.calls import BACKGROUND, CALLS, GROUP, name_workers, without_answer
 from paceline.transport.addresses import find_address, own_addresses
-from paceline.transport.alone import Alone
-from paceline.transport.base import Collective, Pending, RoundTensors, made
+from paceline.transport.base import Collective, Pending, RoundTensors, Transport, made
 from paceline.transport.call_sequences import CallSequences
 from paceline.transport.distributed import Distributed, channels, facts_of, one_line
+from paceline.transport.engines import ENGINES, choose
 from paceline.transport.engines.contract import Engine, EngineKind, Meeting
-from paceline.transport.engines.registry import ENGINES, choose
-from paceline.transport.group import Group, end_if_stuck, let_go
+from paceline.transport.group import Group, Over, end_if_stuck, let_go
 from paceline.transport.heartbeat import Heartbeat
 from paceline.transport.network import Store, dist
 from paceline.transport.survey import Survey
 from paceline.transport.topology import Topology
+
+
+class Alone(Transport):
+    """The transport of a fleet of one."""
+
+    name = "alone"
+    backend = "none"
+    solitary = True
+    rank = 0
+    size = 1
+    generation = 0
+    calls = 0
+    workers: tuple[int, ...] = (0,)
+
+    def __init__(self) -> None:
+        self._slots: list[str] = []
+
+    @contextmanager
+    def round(self, label: str, *, background: bool = False, result: RoundTensors = ()) -> Iterator[list[torch.Tensor]]:
+        yield made(result)
+
+    def sum(self, tensor: torch.Tensor) -> Over:
+        return Over()
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], *, inside: bool = True) -> None:
+        return
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int, *, generation: int) -> None:
+        raise AssertionError("a worker alone has nobody to send to")
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int, *, generation: int) -> None:
+        raise AssertionError("a worker alone has nobody to receive from")
+
+    def gather(self, label: str, value: Any) -> list[Any]:
+        return [json.loads(json.dumps(value() if callable(value) else value))]
+
+    def slot(self, name: str) -> int:
+        if name not in self._slots:
+            self._slots.append(name)
+        return self._slots.index(name)
+
+    def slot_name(self, slot: int) -> str:
+        return self._slots[slot]
+
+    def tally(self, name: str, by: int = 1) -> int:
+        return 1
+
+    def was_signalled(self, name: str) -> bool:
+        return True
+
+    def close(self, *, failure: BaseException | None = None) -> None:
+        return
+
 
 logger = logging.getLogger("paceline")
 

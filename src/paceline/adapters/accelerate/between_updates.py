@@ -11,7 +11,7 @@ import torch
 
 from paceline.errors import MisuseError
 from paceline.step.checks.sameness import is_readable, sampled_number
-from paceline.training.bystanders import named_in_script
+from paceline.training.untracked import named_in_script
 
 WATCHED = 3
 """Steps at the beginning of a loop in which modules are looked at."""

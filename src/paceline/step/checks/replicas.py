@@ -1,4 +1,4 @@
-"""Fingerprints of replicas, and the leader's state for those that differ; `comparison.py` says in which steps."""
+"""Fingerprints of replicas, and the leader's state for those that differ; `sameness.py` says in which steps."""
 
 from __future__ import annotations
 

@@ -1,22 +1,40 @@
-"""What must be the same on every worker, object by object: parameters, and the state of everything tracked.
+"""What must be the same on every worker, object by object: parameters, the state of everything tracked, custom orders.
 
 Workers first compare one number of it all (`Contents.number`). Only where these differ do they ask each other for the
-numbers of the single tensors, to name what differs.
+numbers of the single tensors, to name what differs. While they train, `ReplicaComparison` does so now and then, in the
+header of a round that all have waited for.
+
+With unlike custom orders of an epoch, samples would be lost and doubled in silence. Their digests are compared; where
+they differ, workers exchange digests of ever smaller parts of the order until the first position with unlike numbers is
+found (`check_order`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from hashlib import blake2b
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.errors import MisuseError
+from paceline.gradients import Header
 from paceline.gradients.bit_sums import sums_of
 from paceline.gradients.header import number_of
-from paceline.step.checks.replicas import fingerprint
+from paceline.settings import must_agree
+from paceline.step.checks.replicas import fingerprint, likely_causes
+from paceline.step.step_state import StepState
 from paceline.transport import Collective
+
+if TYPE_CHECKING:
+    from paceline.feed.dealing import Dealing
+    from paceline.step.context import LoopContext
+    from paceline.transport import Transport
 
 SAMPLED = 1024
 """Numbers of each tensor that are compared, about, where all of them would take long."""
@@ -80,7 +98,7 @@ def saved_buffers_of(models: Sequence[torch.nn.Module]) -> Contents:
 def state_of(things: Iterable[tuple[str, Any]]) -> Contents:
     """Return the state of modules, optimisers and schedules; that of other things may be each worker's own.
 
-    The settings of an optimiser are compared in every step (hyperparameters.py).
+    The settings of an optimiser are compared in every step (updates.py).
     """
     tensors: list[tuple[str, torch.Tensor]] = []
     plain: list[tuple[str, str]] = []
@@ -193,3 +211,116 @@ def unlike_modes(everybody: Sequence[Sequence[str]], *, step: int) -> str:
                 "model.train() and model.eval() on every worker, and model.train() again after code that only some run"
             )
     return ""
+
+
+PARTS = 64
+"""Into how many parts a search divides what is left to search."""
+CAUSE = (
+    "The order must depend on the epoch alone: an unseeded shuffle (random.shuffle, torch.randperm, a sampler without "
+    "a generator) is another one on every worker; draw it with torch.Generator().manual_seed(epoch)"
+)
+
+
+def check_order(transport: Transport, dealing: Dealing) -> None:
+    """Raise ValueError on every worker, with the first position that differs, when their orders are not the same."""
+    digest = dealing.order_digest()
+    if digest is None:
+        return
+    label = f"order({dealing.epoch})"
+    everybody = must_agree(transport, label, {}, also={"digest": digest})
+    if len({theirs["digest"] for theirs in everybody}) > 1:
+        raise ValueError(f"workers disagree in {label}{_where(transport, label, dealing.drawn())}. {CAUSE}")
+
+
+def _where(transport: Transport, label: str, numbers: NDArray[np.int64]) -> str:
+    """In words, where the orders differ first."""
+    start, stop = 0, max(transport.gather(f"{label}: its length", len(numbers)))
+    while stop - start > PARTS:
+        edges = np.linspace(start, stop, PARTS + 1, dtype=np.int64).tolist()
+        mine = [_digest(numbers[a:b]) for a, b in pairwise(edges)]
+        part = _first_unlike(transport.gather(f"{label}: its parts", mine))
+        if part is None:
+            return ""
+        start, stop = edges[part], edges[part + 1]
+    everybody = transport.gather(f"{label}: its numbers", numbers[start:stop].tolist())
+    place = _first_unlike(everybody)
+    if place is None:
+        return ": its batches are cut differently"
+    values = [f"sample {own[place]}" if place < len(own) else "beyond its end" for own in everybody]
+    other = next(worker for worker, value in enumerate(values) if value != values[0])
+    return f": position {start + place} is {values[0]} on worker 0 and {values[other]} on worker {other}"
+
+
+def _digest(numbers: NDArray[np.int64]) -> str:
+    return blake2b(np.ascontiguousarray(numbers).tobytes(), digest_size=8).hexdigest()
+
+
+def _first_unlike(everybody: list[list[Any]]) -> int | None:
+    """Return the first position at which these lists differ; None where they are equal."""
+    for place in range(max(map(len, everybody), default=0)):
+        values = [own[place] if place < len(own) else None for own in everybody]
+        if any(value != values[0] for value in values):
+            return place
+    return None
+
+
+COMPARE_EVERY = 100
+"""Steps between two comparisons of the replicas' parameters, and how long a repair must hold."""
+COMPARE_EARLY = (1, 2, 4, 8, 16, 32, 64)
+"""Steps at which replicas are compared too: what parts them mostly does so from the beginning."""
+
+
+def is_examined(step: int) -> bool:
+    """Return whether workers compare more than usual in this step."""
+    return step % COMPARE_EVERY == 0 or step in COMPARE_EARLY
+
+
+class ReplicaComparison:
+    """The comparison of replicas now and then.
+
+    A run whose replicas differ is stopped; where unlike devices round differently, they are made equal.
+    """
+
+    def __init__(self, loop: LoopContext) -> None:
+        self._loop = loop
+
+    def fingerprint(self, step_state: StepState) -> float:
+        """Return a fingerprint of what this worker holds, in steps in which replicas are compared; else 0."""
+        regular = step_state.index % COMPARE_EVERY == 0 or (self._loop.replica.alike and is_examined(step_state.index))
+        due = self._loop.transport.size > 1 and (regular or step_state.compare)
+        self._loop.gradients.accumulation.asks_modes = due
+        if due:
+            self._loop.gradients.accumulation.buffers.note_contents()
+        if not due or self._loop.position.compared == step_state.index:
+            return 0.0
+        return 1.0 + self._loop.replica.contents().number(self._loop.transport)
+
+    def refuse(self, step: int, header: Header) -> None:
+        """Raise MisuseError, before an update that all have waited for, where workers do not hold the same.
+
+        Compared are the contents of workers with like devices (unlike ones round differently, see `repair`) and which
+        modules are in evaluation mode.
+        """
+        loop = self._loop
+        if loop.replica.alike and header.differ():
+            everybody = loop.transport.gather("comparing replicas", lambda: loop.replica.contents().by_name())
+            causes = likely_causes(loop.tracking.missing())
+            raise MisuseError(
+                unlike_text(everybody, when=f"in step {step}", causes=causes)
+                or f"workers did not hold the same when step {step} began"
+            )
+        if header.differ("modes"):
+            everybody = loop.transport.gather("comparing modes", loop.gradients.accumulation.evaluating)
+            if text := unlike_modes(everybody, step=step):
+                raise MisuseError(text)
+
+    def repair(self, step: int, header: Header) -> None:
+        """Make replicas equal, after a round that all have waited for, that unlike devices have rounded apart."""
+        if not header.differ():
+            return
+        found = self._loop.replica.repair()
+        self._loop.gradients.statistics_were_set()
+        text = found.text(step, missing=self._loop.tracking.missing())
+        if not found.harmless:
+            raise MisuseError(text)
+        self._loop.notes.warn_all(f"{text}. Parameters and everything tracked were set to worker 0's")

@@ -11,7 +11,7 @@ from paceline.checkpoint import content as checkpoint
 from paceline.step.context import LoopContext
 from paceline.step.device import SideStream
 from paceline.step.late.catch_up import Promises
-from paceline.step.late.in_flight import WorkInFlight
+from paceline.step.late.deadline_round import WorkInFlight
 from paceline.step.late.proxy import Proxy
 from paceline.step.members import loop_state, take_loop_state
 from paceline.step.step_state import StepState

@@ -23,7 +23,7 @@ from paceline.errors import Dropped, FleetError, GenerationOver
 from paceline.gradients.fleet_sums import sum_until_done
 from paceline.pace.forecast import Mask
 from paceline.pace.shares import Ints, proportional
-from paceline.step.checks.orders import CAUSE
+from paceline.step.checks.sameness import CAUSE
 from paceline.step.late.catch_up import Backlog
 from paceline.step.step_state import LoopPhase, RoundPhase, StepState
 

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from paceline.step.losses.count_checks import is_count, is_equal, is_mean_weight
 from paceline.step.losses.graph_nodes import (
     BENDING,
     LINEAR,
@@ -38,6 +37,9 @@ from paceline.step.losses.graph_nodes import (
     dim_of_samples,
     dims_of,
     is_constant,
+    is_count,
+    is_equal,
+    is_mean_weight,
     is_plain,
     is_single,
     number_of_terms,

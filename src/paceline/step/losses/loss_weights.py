@@ -21,10 +21,9 @@ import torch
 
 from paceline.errors import MisuseError
 from paceline.gradients.header import number_of
-from paceline.step.losses.coupling import COUPLED, LEAST
+from paceline.step.losses.coupling import COUPLED, LEAST, MIXED_INSIDE
 from paceline.step.losses.loss_constants import Constants, any_apart, divides_penalty
 from paceline.step.losses.loss_graph import LossReading, divisor_of_mean, read_loss
-from paceline.step.losses.model_coupling import MIXED_INSIDE
 
 if TYPE_CHECKING:
     from paceline.gradients import Header

@@ -29,9 +29,8 @@ from paceline.transport.elastic.changes import MembershipChange, change_to
 from paceline.transport.elastic.connector import PREFIX, Connector
 from paceline.transport.elastic.handover import chain_of
 from paceline.transport.engines.contract import CLOSE_S, Held
-from paceline.transport.group import Group, let_go
+from paceline.transport.group import Group, Watched, let_go
 from paceline.transport.network import Store
-from paceline.transport.pending import Watched
 from paceline.worker_exit import Leave
 
 if TYPE_CHECKING:

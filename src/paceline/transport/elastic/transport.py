@@ -33,8 +33,7 @@ from paceline.transport.elastic.changes import MembershipListener
 from paceline.transport.elastic.connector import Connector
 from paceline.transport.elastic.handover import FleetLoop, HandOver, Lanes
 from paceline.transport.elastic.reform import Join, Reform
-from paceline.transport.group import Group
-from paceline.transport.pending import Never
+from paceline.transport.group import Group, Never
 from paceline.worker_exit import Leave
 
 logger = logging.getLogger("paceline")

@@ -2,7 +2,7 @@
 
 A `paceline.transport.group.Group` uses nothing else of what carries its sums. An engine's ranks are positions in the
 order of its group's topology, and not the ranks that the training sees. An engine may stand around another one
-(`EngineAround`) and take over some of its sums. `paceline.transport.engines.registry` lists the kinds by name.
+(`EngineAround`) and take over some of its sums. `paceline.transport.engines` lists the kinds by name.
 """
 
 from __future__ import annotations

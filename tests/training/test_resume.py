@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.training.resuming_loops import Resume
+from paceline.training.loading import Resume
 
 
 def resumed(

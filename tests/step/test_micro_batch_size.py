@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.feed.micro_batches import pieces_of
-from paceline.feed.micro_size import (
+from paceline.feed.ranges import total
+from paceline.step.micro_batch_size import (
     ENOUGH,
     FEWEST,
     HEADROOM,
@@ -19,7 +20,6 @@ from paceline.feed.micro_size import (
     first_size,
     foreseen,
 )
-from paceline.feed.ranges import total
 
 
 def search_with(
