@@ -255,7 +255,7 @@ def check_all_reduce() -> Check:
 def check_topology(runs: Path) -> Check:
     """Check by which name this computer is identified and, from the latest run's log, where its workers were."""
     from paceline.observe import latest, read_log
-    from paceline.observe.words.places import last_places, places_text
+    from paceline.observe.words.lines import last_places, places_text
     from paceline.transport.survey import place_facts
 
     facts = place_facts()
