@@ -16,7 +16,7 @@ from paceline.launcher.process_group import processes
 
 if TYPE_CHECKING:
     from paceline.launcher.faults import Faults
-    from paceline.machines.events import Event
+    from paceline.machines.failures import Event
     from paceline.machines.spot import Market
 
 
@@ -189,8 +189,7 @@ def read_faults(
 
 
 def _read_failures(text: str | None) -> tuple[str | None, tuple[Event, ...]]:
-    from paceline.machines.events import parse_events, split
-    from paceline.machines.failures import parse_failures
+    from paceline.machines.failures import parse_events, parse_failures, split
 
     if text is None:
         return None, ()
@@ -201,7 +200,7 @@ def _read_failures(text: str | None) -> tuple[str | None, tuple[Event, ...]]:
 
 
 def _market(spot: Path, room: int, speed_up: float, notice: str | None) -> tuple[Market, float]:
-    from paceline.machines.events import seconds
+    from paceline.machines.failures import seconds
     from paceline.machines.spot import Market, read_spot
 
     with about("--spot-notice"):
