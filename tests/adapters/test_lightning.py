@@ -33,7 +33,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from paceline.adapters.lightning import PacelineStrategy, check_version
 from paceline.adapters.lightning.logs import meta_of, name_of, weight_name
-from paceline.adapters.lightning.trainer_progress import continue_csv_files
+from paceline.adapters.lightning.strategy import continue_csv_files
 from paceline.errors import MisuseError
 
 Strategies = Callable[..., PacelineStrategy]

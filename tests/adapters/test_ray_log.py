@@ -48,7 +48,7 @@ def test_the_mark_by_which_a_shared_disk_is_known_goes_with_the_run(tmp_path: Pa
 def test_a_node_reads_its_log_on_in_whole_lines_and_sees_a_missing_script(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
     from paceline.adapters.ray.messages import Logged
-    from paceline.adapters.ray.node import NodeLog, not_there
+    from paceline.adapters.ray.worker import NodeLog, not_there
 
     log, file = NodeLog(tmp_path / "events.jsonl"), tmp_path / "events.jsonl"
     assert log.news() == []

@@ -32,10 +32,10 @@ from transformers_cases import (
 
 import paceline
 from lone import join
-from paceline.adapters.launcher_variables import as_if_alone
 from paceline.adapters.transformers import PacelineArguments, PacelineTrainer, check_version
 from paceline.adapters.transformers.trainer import check_hooks
 from paceline.errors import MisuseError
+from paceline.training.join import as_if_alone
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import switch as switches
 from switch import Switch
 from typer.testing import CliRunner
 
-from paceline.cli import app, reach
+from paceline.cli import app, doctor
 from paceline.transport.link_speed import PORT, Answering
 
 needs_switch = pytest.mark.skipif(bool(switches.missing()), reason=switches.missing())
@@ -26,8 +26,8 @@ def doctor_there() -> Iterator[int]:
         yield answering.port
 
 
-def examined(text: str) -> dict[str, reach.Finding]:
-    return {found.name: found for found in reach.examine(reach.parse(text))}
+def examined(text: str) -> dict[str, doctor.Check]:
+    return {found.name: found for found in doctor.examine_target(doctor.parse_target(text))}
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_a_port_that_is_taken_is_told() -> None:
     [("[::1]:80", "::1", 80), ("::1", "::1", PORT), ("127.0.0.1", "127.0.0.1", 7071)],
 )
 def test_an_address_is_read_with_and_without_its_port(text: str, address: str, port: int) -> None:
-    assert reach.parse(text)[1:3] == (address, port)
+    assert doctor.parse(text)[1:3] == (address, port)
 
 
 def test_the_doctor_there_is_timed(doctor_there: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(doctor, "MOST_BYTES", 1 << 20)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     found = examined(f"127.0.0.1:{doctor_there}")
     assert [one.state for one in found.values()] == ["ok"] * 4
@@ -84,7 +84,7 @@ def test_the_doctor_there_is_timed(doctor_there: int, monkeypatch: pytest.Monkey
 def test_a_computer_where_nothing_listens_is_reached_all_the_same(told: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    *_, found = reach.examine(reach.Target("127.0.0.1", "127.0.0.1", port, told))
+    *_, found = doctor.examine(doctor.Target("127.0.0.1", "127.0.0.1", port, told))
     assert found.state == ("failed" if told else "note")
     assert f"nothing listens at port {port}" in found.text
     assert "paceline doctor --answer" in found.advice
@@ -92,20 +92,20 @@ def test_a_computer_where_nothing_listens_is_reached_all_the_same(told: bool) ->
 
 def test_something_else_that_listens_is_no_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        *_, found = reach.examine(reach.Target("127.0.0.1", "127.0.0.1", other.getsockname()[1], True))
+        *_, found = doctor.examine(doctor.Target("127.0.0.1", "127.0.0.1", other.getsockname()[1], True))
     assert (found.state, "it is not a doctor" in found.text) == ("ok", True)
 
 
 def test_an_interface_that_does_not_exist_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsuch0")
-    found = reach.way_out(reach.parse("127.0.0.1"))
+    found = doctor.way_out(doctor.parse("127.0.0.1"))
     assert (found.state, found.text) == ("failed", "GLOO_SOCKET_IFNAME is nonsuch0, which has no address here")
     assert "(127.0.0.1)" in found.advice
 
 
 @needs_switch
 def test_a_slow_network_is_measured_and_a_cut_one_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(doctor, "PATIENCE_S", 0.3)
     with Switch("ab", networks={"dead0": "ab", "eth0": "ab"}) as switch:
         switch.every(delay_s=0.02, bits_s=50e6)
         with switch.inside("b"):
@@ -117,9 +117,9 @@ def test_a_slow_network_is_measured_and_a_cut_one_found(monkeypatch: pytest.Monk
             assert 0.04 <= (found["latency"].value or 0) < 0.1
             assert 5e6 < (found["bandwidth"].value or 0) < 55e6
             switch.dead.add("eth0")
-            *_, last = reach.examine(reach.parse(there))
+            *_, last = doctor.examine_target(doctor.parse_target(there))
             assert (last.state, "is not reached: no answer within" in last.text) == ("failed", True)
-            assert next(reach.examine(reach.Target("far", "203.0.113.9", 80, True))).text.startswith("no route to")
+            assert next(doctor.examine(doctor.Target("far", "203.0.113.9", 80, True))).text.startswith("no route to")
 
 
 @pytest.mark.slow

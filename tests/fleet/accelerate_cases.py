@@ -47,8 +47,8 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
 from paceline.adapters.accelerate import Accelerator
-from paceline.adapters.launcher_variables import as_if_alone
 from paceline.errors import MisuseError
+from paceline.training.join import as_if_alone
 
 SAMPLES, FEATURES = 44, 6
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from paceline.launcher.faults import Faults
-from paceline.machines.events import parse_events
+from paceline.machines.failures import parse_events
 from paceline.machines.spot import Market, Row
 
 

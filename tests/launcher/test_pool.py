@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import IO, Any
 
+from paceline.launcher.output import WorkerFailure
 from paceline.launcher.pool import LINGER_S, WorkerPool
-from paceline.launcher.worker_failures import WorkerFailure
 from paceline.launcher.worker_process import LaunchedWorker, Signals
 
 

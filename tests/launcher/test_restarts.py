@@ -4,9 +4,8 @@ from types import SimpleNamespace
 from typing import cast
 
 from paceline.launcher.elastic_fleet import WorkerSlot, give_up_reason, pause_s
-from paceline.launcher.output import OutputStream
+from paceline.launcher.output import OutputStream, WorkerFailure
 from paceline.launcher.roster import WorkerNumbers
-from paceline.launcher.worker_failures import WorkerFailure
 from paceline.launcher.worker_process import WorkerProcess
 
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.machines.events import Event, parse_events, seconds, split
-from paceline.machines.failures import parse_failures
+from paceline.machines.failures import Event, parse_events, parse_failures, seconds, split
 
 
 def test_every_kind_of_event_is_read() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from programs import outcomes
 
-from paceline.launcher.worker_failures import resume_hint
+from paceline.launcher.output import resume_hint
 from paceline.observe import read_log
 
 pytestmark = pytest.mark.fleet

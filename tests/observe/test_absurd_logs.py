@@ -23,8 +23,7 @@ pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
 from paceline.cli import app
 from paceline.observe.log import sanitise
 from paceline.observe.log.reader import parse_line
-from paceline.observe.views.plain import PlainView
-from paceline.observe.views.terminal import table
+from paceline.observe.views import PlainView, table
 from paceline.observe.words.lines import step_line
 from paceline.page import html, side_by_side
 from paceline.page.live import LiveRun, metrics, server_sent_event

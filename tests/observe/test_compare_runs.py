@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.report import report as command
 from paceline.observe import read_log
-from paceline.observe.analysis.compared_runs import compare, smoothed
+from paceline.page.side_by_side import compare, smoothed
 
 app = typer.Typer()
 app.command()(command)

@@ -29,12 +29,10 @@ from paceline.observe import read_log, verdict
 from paceline.observe.analysis.downsampling import DownsampledRun
 from paceline.observe.analysis.progress import Progress
 from paceline.observe.exports import write_csv, write_perfetto
-from paceline.observe.views.plain import PlainView
-from paceline.observe.views.terminal import table
+from paceline.observe.views import PlainView, table
 from paceline.page.html import picture_data
 from paceline.page.live import LiveRun, metrics, server_sent_event
-from paceline.page.moments import in_words
-from paceline.page.pictures import membership_text, presence, shares, speed
+from paceline.page.pictures import membership_text, presence, shares, speed, what_if_words
 from paceline.page.whatif import what_if
 
 ALL = [*before_the_leaders_death(), *after_it()]
@@ -238,7 +236,7 @@ def test_what_if_replays_the_longest_stretch_and_says_so(log):
     tried = what_if(log.records)
     assert (tried.replayed, tried.span) == (40, (20, 59))
     assert tried.trusted("adaptive")
-    words = in_words(tried, verdict(log))
+    words = what_if_words(tried, verdict(log))
     assert words.startswith("Steps 20 to 59, the longest stretch with the same workers, are replayed.")
     assert "With equal shares it would have taken" in words
 

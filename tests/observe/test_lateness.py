@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.observe.analysis.lateness import late_micro_batches, lost_time, usual_s
+from paceline.observe.analysis.steptimes import late_micro_batches, lost_time, usual_s
 from paceline.observe.analysis.stretches import MOST_STEPS, stretches
 from paceline.records import StepRecord
 

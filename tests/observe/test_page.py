@@ -19,8 +19,16 @@ from paceline.page.answers import tiles
 from paceline.page.drawing import RED, small
 from paceline.page.html import part, picture_data, workers
 from paceline.page.live import LiveRun
-from paceline.page.moments import in_words, last_steps, timeline
-from paceline.page.pictures import membership_text, pictures, presence, shares, speed
+from paceline.page.pictures import (
+    last_steps,
+    membership_text,
+    pictures,
+    presence,
+    shares,
+    speed,
+    timeline,
+    what_if_words,
+)
 from paceline.page.whatif import Answer, WhatIf, instead, what_if
 from paceline.simulate.recorded import longest_stretch
 
@@ -254,7 +262,7 @@ def test_what_if_says_what_another_pace_would_have_taken(tmp_path):
     assert tried.actual_s == pytest.approx(60 * (64 / 125 + 0.01))
     assert tried.answer_for("equal").seconds == pytest.approx(tried.actual_s, rel=0.02)
     assert tried.answer_for("adaptive").seconds == pytest.approx(60 * (256 / 1375 + 0.01), rel=0.1)
-    said = in_words(tried, verdict(log))
+    said = what_if_words(tried, verdict(log))
     assert re.search(r"With \w+ this run would have taken 1\d s instead of 31 s", said)
     advice = {tile.question: tile for tile in tiles(verdict(log), tried)}["What to change?"]
     assert advice.answer.startswith("--pace ")
@@ -342,7 +350,7 @@ def test_what_if_replays_the_longest_stretch_with_the_same_workers(tmp_path):
     log = log_of(tmp_path, run_with_a_death(before=30, after=25))
     assert [r.step for r in longest_stretch(log.records)] == list(range(30))
     assert what_if(log.records).replayed == 30
-    assert in_words(what_if(log.records), verdict(log)).startswith("Steps 0 to 29, the longest stretch")
+    assert what_if_words(what_if(log.records), verdict(log)).startswith("Steps 0 to 29, the longest stretch")
 
 
 @pytest.mark.parametrize(("count", "workers"), [(0, 4), (5, 4), (40, 1)])

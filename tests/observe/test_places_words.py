@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from paceline.observe.words.places import last_places, places_text
+from paceline.observe.words.lines import last_places, places_text
 
 TWO = {"sites": [[[0, 1], [2]], [[3]]], "tree": True, "round_trip_s": 0.041, "bits_s": 8.2e7}
 

@@ -12,9 +12,7 @@ import pytest
 import paceline.observe
 from paceline.observe import make_view, verdict
 from paceline.observe.analysis.progress import Progress
-from paceline.observe.views import SilentView
-from paceline.observe.views.plain import PlainView
-from paceline.observe.views.terminal import LiveView, table
+from paceline.observe.views import LiveView, PlainView, SilentView, table
 from paceline.observe.words.numbers import duration, machines, number, percent
 
 SPEEDS = (500.0, 500.0, 250.0, 125.0)

@@ -21,7 +21,7 @@ pytest.importorskip("starlette", reason="the live page needs starlette (extra vi
 pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
 
 from paceline.cli.watch import address, check, remote_events, watch
-from paceline.page import publisher
+from paceline.page import server
 from paceline.page.live import BUCKETS, LiveRun, metrics, server_sent_event
 from paceline.page.server import LivePage
 from ports import own_port
@@ -166,7 +166,7 @@ def test_a_step_reaches_a_viewer_within_a_second_and_a_new_viewer_begins_with_ev
         assert "verdict" in first["parts"]
         append(folder, step(30))
         second = next(message for message in stream if message["revision"] > first["revision"])
-        assert publisher.SLOWEST_QUICK_S + 0.2 < 1.0  # the log is read every fifth of a second
+        assert server.SLOWEST_QUICK_S + 0.2 < 1.0  # the log is read every fifth of a second
         assert second["parts"]["now"].startswith("step 31")
         assert next(messages(page))["parts"]["heading"]  # a reload
 

@@ -17,8 +17,7 @@ from paceline.records import StepRecord
 from paceline.research.auto_forecast import AutoForecast as Auto
 from paceline.research.cutoff import Cutoff
 from paceline.research.deep.deep_forecast import BACKLOG, RECENT, TRIAL, Candidate, Deep, best, settled
-from paceline.research.deep.model import DeepModel, Shape
-from paceline.research.deep.past import Past
+from paceline.research.deep.model import DeepModel, Past, Shape
 from quick import examples
 
 TINY = Shape(lag=4, memory=8, state=2, context=6, hidden=8, summary=6)

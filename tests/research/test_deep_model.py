@@ -9,8 +9,7 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from paceline.research.deep.elbo import Series, StepBatch, all_of, elbo, run_guide
-from paceline.research.deep.model import DeepModel, Shape, log_likelihood
-from paceline.research.deep.past import levels
+from paceline.research.deep.model import DeepModel, Shape, levels, log_likelihood
 
 TINY = Shape(lag=5, memory=9, state=3, context=8, hidden=12, summary=8)
 

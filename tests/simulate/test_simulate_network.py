@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 from paceline.cli import app
 from paceline.machines.link import Link, parse_link
 from paceline.records import StepRecord
-from paceline.simulate import make, network_rules, network_table
-from paceline.simulate.network_rules import LoopedTrace, Network, Traffic, compare_network, enough, usual_periods
+from paceline.simulate import make, network
+from paceline.simulate.network import LoopedTrace, Network, Traffic, compare_network, enough, usual_periods
 from quick import examples
 
 LINK = parse_link("100mbit,30ms")
@@ -141,7 +141,7 @@ def test_who_suddenly_is_much_faster_runs_out_of_what_it_was_dealt() -> None:
     # 8 steps of 1 s, then 0.1 s each: for a period of 4 s no more than ceil(1.4 * 4) = 6 steps were dealt.
     own = np.array([[1.0]] * 8 + [[0.1]] * 200)
     at, dealt = np.array([8]), np.array([6])
-    steps, busy = network_rules._period(LoopedTrace(own), at, dealt, 4.0)
+    steps, busy = network._period(LoopedTrace(own), at, dealt, 4.0)
     assert steps.tolist() == [6]
     assert busy == pytest.approx([0.6])
 
@@ -181,7 +181,7 @@ def test_steps_of_the_warm_up_are_not_scored() -> None:
 
 def test_a_trace_of_one_step_has_rounds_enough() -> None:
     rules = played(alike(2, steps=1))
-    assert all(rule.rounds >= network_rules.ROUNDS for rule in rules.values() if rule.name != "limit")
+    assert all(rule.rounds >= network.ROUNDS for rule in rules.values() if rule.name != "limit")
 
 
 # -- from where on the network no longer matters -----------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_a_fast_network_does_not_matter() -> None:
 def test_the_verdict_names_the_period_and_what_a_gain_is_worth() -> None:
     outcomes = compare_network(alike(4), LINK, model_bytes=10_000_000)
     period = enough(alike(4), LINK, model_bytes=10_000_000)
-    said = " ".join(network_table.verdict(outcomes, Network(LINK, 4, 10_000_000), period))
+    said = " ".join(network.verdict(outcomes, Network(LINK, 4, 10_000_000), period))
     assert "a round of 10 MB takes 1.26 s, a step's work 1 s" in said
     assert "56 % of the time goes into rounds" in said
     assert "From a round every 26 steps or 25 s on" in said  # 19 * 1.32 s = 25.08 s
@@ -224,7 +224,7 @@ def test_the_verdict_names_the_period_and_what_a_gain_is_worth() -> None:
 def test_a_gain_that_is_not_the_networks_is_called_less_waiting() -> None:
     own, link = make("bursts", steps=128, workers=16), parse_link("100gbit,0ms")
     outcomes = compare_network(own, link, model_bytes=1000)
-    said = network_table.verdict(outcomes, Network(link, 16, 1000), enough(own, link, model_bytes=1000))
+    said = network.verdict(outcomes, Network(link, 16, 1000), enough(own, link, model_bytes=1000))
     assert "The network does not matter here" in said[-1]
     assert "is less waiting" in said[-1]
 
@@ -253,7 +253,7 @@ def test_what_cannot_be_played_is_refused(wrong: dict[str, object], part: str) -
     ("text", "bytes_"), [("25M", 100_000_000), ("350k", 1_400_000), ("1.5B", 6 * 10**9), ("7", 28), ("2 g", 8 * 10**9)]
 )
 def test_parameters_are_counted_in_thousands(text: str, bytes_: int) -> None:
-    assert network_table.model_bytes(text, None) == bytes_
+    assert network.model_bytes(text, None) == bytes_
 
 
 @pytest.mark.parametrize(
@@ -350,6 +350,6 @@ def test_the_page_holds_the_sentences_and_stands_alone(tmp_path: Path) -> None:
 
 
 def test_the_networks_simulator_needs_no_torch() -> None:
-    probe = "import sys, paceline.simulate.network_table; print('torch' in sys.modules)"
+    probe = "import sys, paceline.simulate.network; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

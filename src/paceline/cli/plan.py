@@ -46,8 +46,8 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Plan a training on any fleet: samples/s, time and cost of each pace, combine, number format and topology."""
-    from paceline.simulate.goodput_table import parse_costs
-    from paceline.simulate.planning import advice, plan_table
+    from paceline.simulate.goodput import parse_costs
+    from paceline.simulate.planning import advice
     from paceline.simulate.planning.advice import fleet_goodput, with_failures
     from paceline.simulate.planning.choices import Player, choices
     from paceline.simulate.planning.fleet_file import read_fleet
@@ -71,12 +71,12 @@ def plan(
         against = compare_with_run(found, log) if log is not None and same else None
     except ValueError as error:
         refuse(f"plan: {error}")
-    sentences = plan_table.verdict(spec, found, worth, player)
+    sentences = advice.verdict(spec, found, worth, player)
     sentences += failing.sentences if failing is not None else []
-    sentences += [plan_table.meets(against)] if against is not None else []
+    sentences += [advice.meets(against)] if against is not None else []
     typed = advice.commands(spec, chosen)
     if as_json:
-        figures = plan_table.figures(spec, found)
+        figures = advice.figures(spec, found)
         head = {"workers": spec.workers, "limit_samples_per_s": player.limit_per_s, "choices": figures}
         brought = [
             {"machines": one.kind.name, "count": one.kind.count, "brings": one.brings, "one_more": one.one_more}
@@ -88,12 +88,12 @@ def plan(
         return
     console = Console(highlight=False)
     width = min(100, console.width)
-    for line in plan_table.head(spec, player):
+    for line in advice.head(spec, player):
         console.print(textwrap.fill(line, width), markup=False)
     console.print()
-    console.print(plan_table.table(found))
+    console.print(advice.table(found))
     console.print()
-    for line in (*sentences, plan_table.NOT_MODELLED):
+    for line in (*sentences, advice.NOT_MODELLED):
         console.print(textwrap.fill(line, width), markup=False)
     console.print("\n" + "\n".join(typed), markup=False, soft_wrap=True)
 

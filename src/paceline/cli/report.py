@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,11 +22,12 @@ from rich.text import Text
 
 from paceline.cli.terminal import refuse
 from paceline.observe import RunLog, Verdict, latest, read_log, verdict
-from paceline.observe.analysis import compared_runs as comparing
 from paceline.observe.log import sanitise
-from paceline.observe.words.lines import run_words
-from paceline.observe.words.places import last_places, places_text
+from paceline.observe.words.lines import last_places, places_text, run_words
 from paceline.observe.words.verdict import WorkerTable, steps_text, worker_table
+
+if TYPE_CHECKING:
+    from paceline.page.side_by_side import Comparison
 
 RUNS = Path("runs")
 PAGE = "report.html"
@@ -215,10 +216,10 @@ def fitted(table: WorkerTable, width: int) -> WorkerTable:
 
 def report_several(runs: Sequence[Path], *, loss: float | None, page: Path | None, as_json: bool) -> None:
     """Compare runs: time to a loss, throughput, per cent of the limit; ``page``: file of the drawing."""
-    from paceline.page.side_by_side import comparison_page
+    from paceline.page.side_by_side import compare, comparison_page
 
     try:
-        compared = comparing.compare([read_log(run) for run in runs], target=loss)
+        compared = compare([read_log(run) for run in runs], target=loss)
         if page is not None:
             page.parent.mkdir(parents=True, exist_ok=True)
             page.write_text(comparison_page(compared), encoding="utf-8")
@@ -234,7 +235,7 @@ def report_several(runs: Sequence[Path], *, loss: float | None, page: Path | Non
         typer.echo(f"\nwrote {page}")
 
 
-def figures(compared: comparing.Comparison) -> dict[str, Any]:
+def figures(compared: Comparison) -> dict[str, Any]:
     """Return plain numbers per run, None where a run has none."""
     rows = [
         {
@@ -259,7 +260,7 @@ def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _print_several(compared: comparing.Comparison) -> None:
+def _print_several(compared: Comparison) -> None:
     from paceline.page.side_by_side import cells, in_words
 
     head, rows = cells(compared)

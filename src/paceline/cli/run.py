@@ -9,23 +9,29 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.options import (
+    Labels,
+    PerWorker,
+    Ray,
+    RuntimeEnv,
     Size,
     check_names,
     check_network,
+    check_ray_script,
     check_script,
+    ray_count,
     read_devices,
     read_faults,
     read_groups,
+    read_ray,
     read_size,
 )
-from paceline.cli.ray_options import Labels, PerWorker, Ray, RuntimeEnv, check_ray_script, ray_count, read_ray
 from paceline.cli.terminal import about, leave_with, refuse
 from paceline.launcher.tokens import check_host, invitation, own_token, printable, their_token
 from paceline.observe import new_run_dir
 from paceline.transport.formats import choice_text
 
 if TYPE_CHECKING:
-    from paceline.cli.ray_options import OnRay
+    from paceline.cli.options import OnRay
     from paceline.launcher.faults import Faults
     from paceline.launcher.roster import Roster
     from paceline.launcher.supervise import Order

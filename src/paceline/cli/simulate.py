@@ -173,8 +173,8 @@ def _check_network(
 def _simulate_network(source: str, seconds: Floats, asked: Asked, html: Path | None, as_json: bool) -> None:
     """Print when averaging pays: a table, and sentences with the period from which on the network does not matter."""
     from paceline.machines.link import parse_link
-    from paceline.simulate import network_table as words
-    from paceline.simulate.network_rules import Network, compare_network, enough
+    from paceline.simulate import network as words
+    from paceline.simulate.network import Network, compare_network, enough
 
     link, size = parse_link(asked.link), words.model_bytes(asked.parameters, asked.megabytes)
     share = _equal_share(asked.batch, asked.run, seconds.shape[1])
@@ -235,10 +235,10 @@ def _check_failures(asked: FailuresAsked, others: dict[str, Any]) -> None:
 
 def _simulate_failures(source: str, seconds: Floats, asked: FailuresAsked, as_json: bool) -> None:
     """Print the goodput of Paceline and of restarts from a checkpoint on machines that fail."""
-    from paceline.simulate import goodput_table as words
+    from paceline.simulate import goodput as words
     from paceline.simulate.goodput import compare_goodput, fleet_mtbf_s, usual_costs
-    from paceline.simulate.network_table import model_bytes
-    from paceline.simulate.network_table import size as written
+    from paceline.simulate.network import model_bytes
+    from paceline.simulate.network import size as written
 
     speeds = (1 / seconds.mean(axis=0)).tolist()
     mtbf_s, hours = 3600 * (asked.mtbf_h or 0.0), asked.hours
@@ -269,7 +269,7 @@ def _simulate_failures(source: str, seconds: Floats, asked: FailuresAsked, as_js
 
 def _equal_share(batch: int | None, run: Path | None, workers: int) -> int:
     """Return the number of samples of an equal share of the global batch."""
-    from paceline.simulate.network_rules import SHARE
+    from paceline.simulate.network import SHARE
 
     if run is not None:
         log = read_log(run)

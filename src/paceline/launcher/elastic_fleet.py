@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from paceline import concurrency
 from paceline.errors import FLEET_FAILED
 from paceline.launcher.faults import Faults
+from paceline.launcher.output import WorkerFailure, joined, resume_hint
 from paceline.launcher.roster import Roster, WorkerNumbers
 from paceline.launcher.screen import LogFollower
 from paceline.launcher.supervise import Order, Supervisor, supervise
-from paceline.launcher.worker_failures import WorkerFailure, joined, resume_hint
 from paceline.launcher.worker_process import LaunchedWorker, exit_code
 
 if TYPE_CHECKING:

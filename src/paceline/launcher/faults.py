@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.machines.events import Event
+from paceline.machines.failures import Event
 from paceline.machines.spot import Market, SpotChange
 
 

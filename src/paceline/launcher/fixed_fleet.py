@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import FLEET_FAILED
+from paceline.launcher.output import WorkerFailure, closing, first_of, joined, others, resume_hint
 from paceline.launcher.pool import INTERRUPT_GRACE_S
 from paceline.launcher.supervise import Order, Supervisor, supervise
-from paceline.launcher.worker_failures import WorkerFailure, closing, first_of, joined, others, resume_hint
 from paceline.launcher.worker_process import LaunchedWorker, exit_code
 from paceline.roster.persistence import StoreHost
 

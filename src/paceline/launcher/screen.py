@@ -101,7 +101,7 @@ class Screen:
 
     def _show(self, events: Iterator[Event]) -> None:
         from paceline.observe import make_view
-        from paceline.observe.views.plain import WarningsView
+        from paceline.observe.views import WarningsView
 
         view = None
         try:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from paceline import concurrency
+from paceline.launcher.output import WorkerFailure, checkpoint_hint
 from paceline.launcher.pool import Start, WorkerPool
 from paceline.launcher.process_group import GROUP_VARIABLES, WRAPPER, processes
 from paceline.launcher.screen import Screen
-from paceline.launcher.worker_failures import WorkerFailure, checkpoint_hint
 from paceline.launcher.worker_process import LaunchedWorker, Signals
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Random failures of a worker's exchange, by round, as ``--failures`` writes them.
+"""Failures as ``--failures`` writes them: random ones of a worker's exchange, by round, and events at a given step.
 
 Entries are separated by commas. Three kinds strike at random, seeded, each in bursts of complete rounds::
 
@@ -11,8 +11,6 @@ P is the probability per round that such a burst begins for a worker that is wel
 out. So ``lost:0.33`` loses a third of all exchanges, and ``restart:0.02x20`` takes a worker away for 20 rounds, on
 average 49 rounds after it came back.
 
-An event such as ``kill:2@30`` hits a real process at a given step (`paceline.machines.events`).
-
 The same worker, round and seed always give the same result, in whatever order they are queried.
 
 >>> failures = parse_failures("lost:0.33,restart:0.02x20", seed=7)
@@ -20,6 +18,20 @@ The same worker, round and seed always give the same result, in whatever order t
 'exchange lost with p 0.33; restart from initial weights after 20 rounds away, p 0.02; seed 7'
 >>> failures.at(worker=1, round=5) == failures.at(worker=1, round=5)
 True
+
+An entry that holds an ``@`` is an event, which hits a real process of an elastic fleet::
+
+    kill:WORKER@STEP[:stay]     kill -9 when the step has been logged; the worker is restarted, or (stay) is not
+    freeze:WORKER@STEP:TIME     stopped (SIGSTOP) for TIME, such as 5s or 500ms
+    leave:WORKER@STEP           asked to leave (SIGTERM), as a spot machine is
+    join@STEP                   a new worker is started
+
+WORKER is its number, or ``?`` for one at random among those that are alive then.
+
+>>> [event.text for event in parse_events("kill:2@30,join@80")]
+['kill:2@30', 'join@80']
+>>> split("lost:0.1,kill:?@30")
+('lost:0.1', 'kill:?@30')
 """
 
 from __future__ import annotations
@@ -29,7 +41,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import numpy as np
 
@@ -222,9 +234,117 @@ def _restart(rest: str, key: tuple[int, ...]) -> Failure:
 
 
 PARSERS: dict[str, Parser] = {"lost": _lost, "frozen": _frozen, "restart": _restart}
-"""Parsers of the entries, by name; events at a given step are parsed in `paceline.machines.events`."""
+"""Parsers of the entries, by name; events at a given step are parsed in `paceline.machines.failures`."""
 
 
 def _burst(outages: Outages) -> str:
     during = f" for {outages.rounds} rounds" if outages.rounds > 1 else ""
     return f"{during} with p {outages.probability:g}"
+
+
+Action = Literal["kill", "freeze", "leave", "join"]
+
+EXAMPLES = {
+    "kill": "kill:2@30 or kill:2@30:stay",
+    "freeze": "freeze:1@50:5s",
+    "leave": "leave:3@60",
+    "join": "join@80",
+}
+"""An example of each action, for error messages."""
+
+ENTRY = re.compile(r"(?P<action>\w+)(?::(?P<worker>[^@:]*))?@(?P<step>[^:]*)(?::(?P<more>.*))?", re.ASCII)
+UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event of ``--failures``."""
+
+    action: Action
+    step: int
+    worker: int | None = None
+    """The worker's number; None for one at random, and for a join."""
+    seconds: float = 0.0
+    """Seconds of a freeze."""
+    stays: bool = False
+    """Whether a killed worker stays away."""
+    text: str = ""
+    """The entry as it was written."""
+
+
+def split(text: str) -> tuple[str, str]:
+    """Split ``text`` into its random failures and its events, each as text again."""
+    entries = [entry.strip() for entry in text.split(",")] if text.strip() else []
+    return ",".join(e for e in entries if "@" not in e), ",".join(e for e in entries if "@" in e)
+
+
+def parse_events(text: str) -> tuple[Event, ...]:
+    """Return the events that ``text`` describes, sorted by step; within a step they keep their order."""
+    entries = [entry.strip() for entry in text.split(",")] if text.strip() else []
+    return tuple(sorted((_event(entry) for entry in entries), key=lambda event: event.step))
+
+
+def _event(entry: str) -> Event:
+    match = ENTRY.fullmatch(entry)
+    action = match["action"] if match else re.split(r"[:@]", entry)[0]
+    if action not in EXAMPLES:
+        raise ValueError(f"event {entry!r}: {action!r} is not known; write {', '.join(EXAMPLES.values())}")
+    try:
+        if match is None:
+            raise ValueError("it cannot be understood")
+        return Event(
+            cast(Action, action),
+            _step(match["step"]),
+            worker=_worker(action, match["worker"]),
+            seconds=_freeze_s(action, match["more"]),
+            stays=_stays(action, match["more"]),
+            text=entry,
+        )
+    except ValueError as error:
+        raise ValueError(f"event {entry!r}: {error}; write it as {EXAMPLES[action]}") from None
+
+
+def _step(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,15}", text, re.ASCII):
+        raise ValueError(f"the step after @ is a whole number from 0, not {text!r}")
+    return int(text)
+
+
+def _worker(action: str, text: str | None) -> int | None:
+    if action == "join":
+        if text is not None:
+            raise ValueError("a new worker gets the next number by itself")
+        return None
+    if text == "?":
+        return None
+    if text is None or not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII):
+        raise ValueError(f"the worker is its number, or ? for one at random, not {text or ''!r}")
+    return int(text)
+
+
+def _freeze_s(action: str, more: str | None) -> float:
+    if action != "freeze":
+        return 0.0
+    if more is None:
+        raise ValueError("it does not say how long")
+    return seconds(more)
+
+
+def _stays(action: str, more: str | None) -> bool:
+    if action == "freeze" or more is None:
+        return False
+    if action == "kill" and more == "stay":
+        return True
+    raise ValueError(f"{more!r} after the step is not known")
+
+
+def seconds(text: str) -> float:
+    """Return the seconds of a duration above 0, as it is written on the command line.
+
+    >>> seconds("5s"), seconds("500ms"), seconds("1.5m")
+    (5.0, 0.5, 90.0)
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m)", text.strip(), re.ASCII)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"a duration is a number above 0 with its unit, such as 5s, 500ms or 2m, not {text!r}")
+    return float(match[1]) * UNITS[match[2]]

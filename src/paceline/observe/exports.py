@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline import concurrency
-from paceline.observe.analysis.evaluations import evaluations, logged_figures
 from paceline.observe.analysis.timeline import KINDS, Slice, TimedStep, lay_out
 from paceline.observe.log import sanitise
-from paceline.observe.log.reader import RunLog
+from paceline.observe.log.reader import RunLog, evaluations, logged_figures
 from paceline.observe.log.sanitise import PER_STEP, PER_WORKER
 from paceline.observe.trackers import scalars
 from paceline.observe.words.lines import describe

@@ -14,17 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.observe.analysis.audit import EpochAudit, audit, audit_text, epoch_text
 from paceline.observe.analysis.downsampling import DownsampledRun
-from paceline.observe.analysis.evaluations import evaluations
 from paceline.observe.analysis.figures import Figures
 from paceline.observe.analysis.generations import moves_text
-from paceline.observe.log.reader import RunLog
-from paceline.observe.words.lines import describe, run_words
-from paceline.observe.words.places import last_places, places_text
+from paceline.observe.log.reader import RunLog, evaluations
+from paceline.observe.words.lines import describe, last_places, places_text, run_words
 from paceline.observe.words.verdict import Verdict, steps_text, verdict, worker_table
 from paceline.page.answers import Tile, tiles
 from paceline.page.drawing import Picture
-from paceline.page.moments import in_words, last_steps, timeline, what_if_picture
-from paceline.page.pictures import PictureData, membership_text, pictures
+from paceline.page.pictures import (
+    PictureData,
+    last_steps,
+    membership_text,
+    pictures,
+    timeline,
+    what_if_picture,
+    what_if_words,
+)
 from paceline.page.whatif import what_if
 
 if TYPE_CHECKING:
@@ -93,7 +98,7 @@ def report_page(log: RunLog) -> str:
         plotly,
         heading=heading(log.run, judged.figures, state(log)),
         verdict=verdict_data(judged, tiles(judged, tried, run_data.stuck()), moved=membership_text(run_data)),
-        no_replay=in_words(tried, judged) if log.records and not tried.answers else "",
+        no_replay=what_if_words(tried, judged) if log.records and not tried.answers else "",
         workers=workers(judged),
         places=places_text(last_places(log.run, log.others)),
         audit=audit_data(audit(log)),

@@ -16,19 +16,17 @@ from typing import Any
 
 from paceline import concurrency
 from paceline.observe.analysis.downsampling import DownsampledRun
-from paceline.observe.analysis.evaluations import Evaluation, evaluations
 from paceline.observe.analysis.generations import RecordFilter, Timed, parse_generation
 from paceline.observe.analysis.progress import Progress, ProgressSnapshot
 from paceline.observe.log import sanitise
-from paceline.observe.log.reader import RunLog, parse_step
+from paceline.observe.log.reader import Evaluation, RunLog, evaluations, parse_step
 from paceline.observe.words.lines import now_line
 from paceline.observe.words.numbers import machines
 from paceline.observe.words.verdict import verdict
 from paceline.page import html
 from paceline.page.answers import tiles
 from paceline.page.drawing import Picture
-from paceline.page.moments import last_steps, timeline
-from paceline.page.pictures import PictureData, membership_text, pictures
+from paceline.page.pictures import PictureData, last_steps, membership_text, pictures, timeline
 from paceline.page.whatif import WhatIf
 from paceline.records import StepRecord
 

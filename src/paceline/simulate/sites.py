@@ -222,7 +222,7 @@ def sending_s(link: Link, data: float) -> float:
 
 @dataclass(frozen=True)
 class SiteNetwork:
-    """A fleet's rounds on its sites, with the figures that `paceline.simulate.network_rules` needs (`RoundCosts`)."""
+    """A fleet's rounds on its sites, with the figures that `paceline.simulate.network` needs (`RoundCosts`)."""
 
     sites: Sites
     order: tuple[str, ...]

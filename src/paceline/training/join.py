@@ -30,10 +30,12 @@ from paceline.training.combines import (
     name_of,
 )
 from paceline.training.context import TrainingContext
-from paceline.transport import Alone, Elastic, FixedTransport, Transport, joins_roster, launched, refuse_mpi
+from paceline.transport import MPI_SIZES, Alone, Elastic, FixedTransport, Transport, joins_roster, launched, refuse_mpi
 from paceline.transport.inside.meet import leave_group, meet, position_from_env
 from paceline.worker_exit import end_with_one_line, leave_on_sigterm
 
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *MPI_SIZES)
+"""Variables of the launcher by which Accelerate would find other processes, and make a group of its own."""
 _hidden: dict[str, str] = {}
 """Variables of the launcher, in this process, that the script hides from other libraries."""
 
@@ -53,6 +55,20 @@ def _launcher_shown() -> Iterator[None]:
     finally:
         for name in shown:
             os.environ.pop(name, None)
+
+
+@contextmanager
+def as_if_alone(**variables: str) -> Iterator[None]:
+    """Hide other processes from the environment meanwhile, and set these variables."""
+    hidden = {*LAUNCHER, *variables}
+    before = {name: os.environ.pop(name) for name in hidden if name in os.environ}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in hidden:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @_launcher_shown()

@@ -15,11 +15,9 @@ import accelerate
 import torch
 from accelerate.utils import DynamoBackend, parse_flag_from_env
 
-from paceline.adapters.accelerate import fleet_values as values
-from paceline.adapters.accelerate import free_functions
-from paceline.adapters.accelerate.evaluation import EvaluationBatch
+from paceline.adapters.accelerate import fleet_values
 from paceline.adapters.accelerate.joined import JoinedFleet
-from paceline.adapters.accelerate.loader import FleetLoader
+from paceline.adapters.accelerate.loader import EvaluationBatch, FleetLoader
 from paceline.adapters.accelerate.refusals import (
     NotCopied,
     check_parameters,
@@ -27,7 +25,6 @@ from paceline.adapters.accelerate.refusals import (
     check_state_made_before,
     without_mesh,
 )
-from paceline.adapters.accelerate.trackers import LeadersTrackers
 from paceline.adapters.accelerate.updates import (
     FleetOptimizer,
     FleetScheduler,
@@ -35,15 +32,42 @@ from paceline.adapters.accelerate.updates import (
     keep_gradients,
     refuse_no_sync,
 )
-from paceline.adapters.launcher_variables import as_if_alone
 from paceline.errors import MisuseError
 from paceline.fleet import Fleet
 from paceline.renamed import names_present_keywords
 from paceline.settings import whole_number
 from paceline.step.step import Step
+from paceline.training.join import as_if_alone
 
 CHECKPOINT = "paceline.pt"
 """File of `Accelerator.save_state`, from which a fleet of any size resumes."""
+
+
+class LeadersTrackers(accelerate.Accelerator):
+    """An Accelerator whose trackers start where they are first needed: on the worker that leads, which may change."""
+
+    _asked_trackers: tuple[Any, Any] | None = None
+    """Arguments of `init_trackers`."""
+
+    def init_trackers(self, *args: Any, **kwargs: Any) -> None:
+        """Start all trackers on the main process; a worker that becomes it later starts its own."""
+        self._asked_trackers = args, kwargs
+        self._start_trackers()
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Log values to all trackers, on the main process."""
+        self._start_trackers()
+        super().log(*args, **kwargs)
+
+    def get_tracker(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a tracker by its name, on the main process."""
+        self._start_trackers()
+        return super().get_tracker(*args, **kwargs)
+
+    def _start_trackers(self) -> None:
+        if self._asked_trackers is not None and self.is_main_process and not self.trackers:
+            args, kwargs = self._asked_trackers
+            super().init_trackers(*args, **kwargs)
 
 
 class Accelerator(NotCopied, LeadersTrackers):
@@ -128,7 +152,7 @@ class Accelerator(NotCopied, LeadersTrackers):
         self.updates.show(True)
         self.evaluation: EvaluationBatch | None = None
         """This worker's batch of the evaluation under way; the adapter's own."""
-        self.all_workers = values.AllWorkers(
+        self.all_workers = fleet_values.AllWorkers(
             self.joined, self.updates, lambda: self.evaluation is not None and self.evaluation.alone
         )
         self.flag_tensor: torch.Tensor | None = None
@@ -136,7 +160,7 @@ class Accelerator(NotCopied, LeadersTrackers):
         self._resumed: str | None = None
         """After `load_state`, where the checkpoint was saved: "inside" a loop over a loader or "behind" it."""
         self.joined.belong_to(self)
-        free_functions.serve(JoinedFleet.current_accelerator)
+        fleet_values.serve(JoinedFleet.current_accelerator)
 
     @property
     def fleet(self) -> Fleet:
@@ -316,7 +340,7 @@ class Accelerator(NotCopied, LeadersTrackers):
     def gather(self, tensor: Any) -> Any:
         """Return all workers' tensors, one below the other; their numbers of rows may differ."""
         parts = self.all_workers.leaves("accelerator.gather()", tensor)
-        return values.rebuilt(tensor, [values.joined_rows("accelerator.gather()", part) for part in parts])
+        return fleet_values.rebuilt(tensor, [fleet_values.joined_rows("accelerator.gather()", part) for part in parts])
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return all workers' rows of a batch, each sample that counts once; plain values in a list."""
@@ -332,11 +356,11 @@ class Accelerator(NotCopied, LeadersTrackers):
             return rows[: batch.rows]
 
         try:
-            values.leaves_of(input_data)
+            fleet_values.leaves_of(input_data)
         except TypeError:
             use_gather_object = True
         if not use_gather_object:
-            return self.gather(values.each_leaf(input_data, own))
+            return self.gather(fleet_values.each_leaf(input_data, own))
         listed = own(input_data) if isinstance(input_data, list) else input_data if self.updates.counts else []
         parts = self.all_workers.objects("accelerator.gather_for_metrics()", listed)
         return [one for part in parts for one in part]
@@ -346,19 +370,21 @@ class Accelerator(NotCopied, LeadersTrackers):
         if reduction == "none":
             return tensor
         parts = self.all_workers.leaves("accelerator.reduce()", tensor)
-        return values.rebuilt(tensor, [values.reduced("accelerator.reduce()", part, reduction) for part in parts])
+        return fleet_values.rebuilt(
+            tensor, [fleet_values.reduced("accelerator.reduce()", part, reduction) for part in parts]
+        )
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Return the tensors padded along ``dim`` to the longest of all workers."""
         parts = self.all_workers.leaves("accelerator.pad_across_processes()", tensor)
-        own = values.leaves_of(tensor)
+        own = fleet_values.leaves_of(tensor)
         longest = [max((p.shape[dim] for p in part if p.dim() > dim), default=0) for part in parts]
         sized = zip(own, longest, strict=True)
         filled = [
-            values.padded(one, size, dim=dim, value=pad_index, first=pad_first) if one.dim() > dim else one
+            fleet_values.padded(one, size, dim=dim, value=pad_index, first=pad_first) if one.dim() > dim else one
             for one, size in sized
         ]
-        return values.rebuilt(tensor, filled)
+        return fleet_values.rebuilt(tensor, filled)
 
     def check_trigger(self) -> bool:
         """Return whether any worker has called `set_trigger`; in an update it is asked at the last micro-batch."""

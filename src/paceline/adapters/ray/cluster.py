@@ -16,8 +16,7 @@ import ray
 from paceline import concurrency
 from paceline.adapters.ray.demand import Demand, lacking
 from paceline.adapters.ray.messages import LogCollector, NodeOrder
-from paceline.adapters.ray.node import NodeWorker
-from paceline.adapters.ray.worker import RayWorker
+from paceline.adapters.ray.worker import NodeWorker, RayWorker
 from paceline.launcher.elastic_fleet import ElasticPolicy, WorkerSlot
 from paceline.launcher.faults import Faults
 from paceline.launcher.roster import OwnRoster

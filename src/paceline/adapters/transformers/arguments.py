@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainingArguments
 
-from paceline.adapters.launcher_variables import as_if_alone
 from paceline.fleet import Fleet
 from paceline.renamed import names_present_keywords
 from paceline.settings import choose_device, whole_number
+from paceline.training.join import as_if_alone
 
 USUAL_MICRO_BATCH: int = TrainingArguments.per_device_train_batch_size
 INSTEAD = "Paceline combines the gradients of the whole fleet itself"

@@ -1,6 +1,6 @@
 """Speed, computed from step records: pure sums over records, with no words and no clock.
 
-The formulas of a single step are in `steptimes`, what was lost to stalls and deadlines in `lateness`.
+The formulas of a single step, and what was lost to stalls and deadlines, are in `steptimes`.
 Over many steps samples and seconds are summed before they are divided: the limit is sum N_k / sum T_k, with T_k the
 seconds of step k at best, so it stays right when machines drift.
 
@@ -23,8 +23,7 @@ from statistics import median
 
 import numpy as np
 
-from paceline.observe.analysis.lateness import LostTime, lost_time, usual_s
-from paceline.observe.analysis.steptimes import Speeds, StepTimes, step_times
+from paceline.observe.analysis.steptimes import LostTime, Speeds, StepTimes, lost_time, step_times, usual_s
 from paceline.observe.analysis.stretches import Floats, Mask, StepStretch, bounded, stretches
 from paceline.records import StepRecord
 

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from paceline.pace.forecast import Floats, Mask
-from paceline.research.deep.model import DeepModel, log_likelihood
-from paceline.research.deep.past import levels
+from paceline.research.deep.model import DeepModel, levels, log_likelihood
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from torch.distributions import Normal
 from paceline.pace.forecast import Floats, Mask
 from paceline.pace.normal import truncated_draws
 from paceline.research.deep.elbo import Series, all_of, run_guide
-from paceline.research.deep.model import DeepModel, log_likelihood
-from paceline.research.deep.past import Past
+from paceline.research.deep.model import DeepModel, Past, log_likelihood
 
 PARTICLES = 32
 

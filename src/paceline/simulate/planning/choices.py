@@ -13,7 +13,7 @@ from paceline.pace import registered
 from paceline.pace.pacer import Played, Simulated, played, rows
 from paceline.simulate import play
 from paceline.simulate.comparison import play_row
-from paceline.simulate.network_rules import LoopedTrace, by_clock, by_steps
+from paceline.simulate.network import LoopedTrace, by_clock, by_steps
 from paceline.simulate.planning.fleet_spec import HOUR_S, Churn, FleetSpec, churn
 from paceline.simulate.play import Outcome
 from paceline.simulate.sites import SiteNetwork, Topology

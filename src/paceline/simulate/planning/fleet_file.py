@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.machines.link import Link, parse_link
-from paceline.simulate.network_table import UNITS, model_bytes, size
+from paceline.simulate.network import UNITS, model_bytes, size
 from paceline.simulate.planning.fleet_spec import OPTIMISERS, FleetSpec, MachineKind, TrainedModel
 from paceline.simulate.planning.measured import Measured
 from paceline.simulate.sites import Sites

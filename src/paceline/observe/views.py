@@ -1,22 +1,24 @@
-"""The live table on a terminal, drawn with rich on a thread of its own.
+"""The views of a run on a terminal or in a pipe. A view is given the log's events and never disturbs the training.
 
-The training thread only leaves events behind; drawing takes about a fiftieth of one core at most.
-What the process prints meanwhile appears above the table. A large fleet is shown in groups of neighbours.
+On a terminal that is a live table, drawn with rich on a thread of its own; in logs, pipes and notebooks one line every
+few seconds, or warnings alone. The training thread only leaves events behind; drawing takes about a fiftieth of one
+core at most. What the process prints meanwhile appears above the table.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.util
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from paceline import concurrency
-from paceline.observe.analysis.progress import Progress, ProgressSnapshot
-from paceline.observe.views import is_terminal
+from paceline.observe.analysis.progress import Progress, ProgressSnapshot, WorkerRow
 from paceline.observe.words import lines
 from paceline.observe.words.numbers import duration, number, percent, percent_cell
 
@@ -24,14 +26,121 @@ if TYPE_CHECKING:  # rich belongs to the command line: training works without it
     from rich.console import Console, RenderableType
     from rich.table import Table
     from rich.text import Text
-from collections.abc import Sequence
-from dataclasses import dataclass
 
-from paceline.observe.analysis.progress import WorkerRow
+
+class View(Protocol):
+    """A display of events. ``show`` returns at once and never raises; ``close`` leaves the terminal as it was."""
+
+    def show(self, event: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SilentView:
+    """A view that shows nothing."""
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def make_view(stream: TextIO | None = None, *, quiet: bool = False) -> View:
+    """Return a live table for a terminal, else a view of plain lines; ``stream`` is standard error by default."""
+    if quiet:
+        return SilentView()
+    stream = stream if stream is not None else sys.stderr
+    live = is_terminal(stream) and importlib.util.find_spec("rich") is not None
+    return LiveView(stream) if live else PlainView(stream)
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether a person reads this stream; nobody reads one that is closed or missing."""
+    try:
+        return stream is not None and stream.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
+SHORTEST_S, LONGEST_S = 2.0, 30.0
+"""Seconds between two lines, at the start and after half an hour: a long run is not worth a line every two seconds."""
+
+
+class PlainView:
+    """A view that prints the first step, the last, and one every few seconds between; notes and results at once."""
+
+    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = concurrency.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._progress = Progress()
+        self._started: float | None = None
+        self._printed_at = 0.0
+        self._unprinted = False
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        self._progress.add(event)
+        kind = event.get("event")
+        if kind == "run":
+            self._print(lines.run_line(event))
+        elif kind == "step":
+            self._unprinted = True
+            if self._due():
+                self._print_step()
+        elif (note := lines.describe(event)) is not None:
+            self._print(lines.line_of(*note))
+        if kind == "end":
+            self.close()
+
+    def close(self) -> None:
+        if self._unprinted:
+            self._print_step()
+
+    def _due(self) -> bool:
+        now = self._clock()
+        if self._started is None:
+            self._started = now
+            return True
+        every = min(LONGEST_S, max(SHORTEST_S, (now - self._started) / 60))
+        return now - self._printed_at >= every
+
+    def _print_step(self) -> None:
+        self._unprinted = False
+        self._printed_at = self._clock()
+        self._print(lines.step_line(self._progress.snapshot()))
+
+    def _print(self, text: str) -> None:
+        print_line(self._stream, text)
+
+
+class WarningsView:
+    """A view that prints the run's warnings alone: what a quiet run still shows."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        note = lines.describe(event) if event.get("event") == "note" else None
+        if note is not None and note[0] not in ("info", "news"):
+            print_line(self._stream, lines.line_of(*note))
+
+    def close(self) -> None:
+        pass
+
+
+def print_line(stream: TextIO, text: str) -> None:
+    """Print a line; a reader that went away, or an encoding without the character, does not stop the training."""
+    try:
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+        stream.flush()
+    except (OSError, ValueError, LookupError):
+        pass
+
 
 FASTEST_S = 1 / 8
 """Seconds between two drawings, at least."""
-CALM, LONGEST_S = 50, 1.0
+CALM, SLOWEST_S = 50, 1.0
 """Pause before the next drawing: this multiple of the last one's cost, and at most this many seconds."""
 SILENCE_S = 5.0
 """Seconds without a step after which the view shows the silence."""
@@ -118,7 +227,7 @@ class LiveView:
                     self._news.clear()
                     started = time.thread_time()
                     self._draw()
-                    self._stop.wait(min(LONGEST_S, max(FASTEST_S, CALM * (time.thread_time() - started))))
+                    self._stop.wait(min(SLOWEST_S, max(FASTEST_S, CALM * (time.thread_time() - started))))
             self._draw()
 
     def _draw(self) -> None:
