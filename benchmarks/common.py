@@ -70,12 +70,20 @@ def is_worker() -> bool:
 
 
 def leave_result(figures: Any) -> None:
-    """A worker's last act."""
+    """A worker's last act: but for a smoke run, whose workers are forks, its process ends here.
+
+    It leaves as `paceline run` itself does: an interpreter that ends while threads of groups still close down is
+    sometimes aborted, which would be the benchmark's only word.
+    """
     if os.environ["RANK"] == "0":
         Path(os.environ[RESULT]).write_text(json.dumps(figures))
     if dist.is_initialized():
         dist.destroy_process_group()
-        time.sleep(0.2)  # a process that ends while the group's threads still close down is sometimes aborted
+        time.sleep(0.2)
+    if not smoking():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def emulate(machines: str, sample_ms: float) -> None:
