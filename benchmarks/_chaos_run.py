@@ -53,7 +53,7 @@ def _play(fleet: Fleet, program: Program, verdict: Verdict) -> None:
                 (fleet.folder / "hurry").touch()
             if elapsed > program.seconds + BOUND_S:
                 verdict.hang = True
-                dump(fleet)
+                dump(fleet.folder, [pid for _, pid in fleet.pids()], fleet.roster)
                 return
             time.sleep(TICK_S)
 

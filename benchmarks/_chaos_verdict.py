@@ -10,6 +10,7 @@ import faulthandler
 import re
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from _chaos_program import Program
 from paceline.errors import FLEET_FAILED, describe_exit
 from paceline.observe import read_log
 from paceline.observe.analysis.audit import audit
+from paceline.roster import RosterServer
 from paceline.worker_exit import LEFT
 
 PYTHON_ERROR = re.compile(r"^(\[rank\d+\]: )?Traceback \(most recent call last\):", re.MULTILINE)
@@ -144,17 +146,17 @@ def _left_files(folder: Path) -> list[str]:
 # -- a hang ------------------------------------------------------------------------------------------------------------
 
 
-def dump(fleet: Fleet) -> None:
+def dump(folder: Path, pids: Sequence[int], roster: RosterServer | None) -> None:
     """Leave the Python stacks of all processes, twice, and where their threads are in the kernel."""
     for number in range(2):
-        for _, pid in fleet.pids():
+        for pid in pids:
             send(pid, signal.SIGUSR1)
-            (fleet.folder / f"kernel.{pid}.{number}").write_text(threads_of(pid))
+            (folder / f"kernel.{pid}.{number}").write_text(threads_of(pid))
         time.sleep(1.0)
-    with (fleet.folder / "roster.stacks").open("w") as file:
+    with (folder / "roster.stacks").open("w") as file:
         faulthandler.dump_traceback(file=file, all_threads=True)
-        if fleet.roster is not None:
-            file.write(f"\n{fleet.roster.snapshot()}\n")
+        if roster is not None:
+            file.write(f"\n{roster.snapshot()}\n")
 
 
 def threads_of(pid: int) -> str:

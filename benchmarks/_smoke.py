@@ -10,15 +10,20 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 ASKED = "BENCHMARK_SMOKE"
 """Variable by which the benchmark's own processes know."""
+TOGETHER_S = 0.5
+"""Seconds between a fork's failure and the end of the others."""
 
 
 def smoking() -> bool:
@@ -67,10 +72,38 @@ def forked(
         files = [Path(folder) / str(rank) for rank in range(count)]
         children = [_fork(work, place, file) for place, file in zip(places, files, strict=True)]
         begin()
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        if any(codes):
-            raise SystemExit(f"a worker failed: exit codes {codes}")
+        failed = _await(children)
+        if failed is not None:
+            rank, how = failed
+            error = files[rank].with_suffix(".error")
+            why = error.read_text() if error.exists() else "it wrote no error of Python's"
+            raise SystemExit(f"worker {rank} of {count} {how}, and the others were ended:\n{why}")
         return [json.loads(file.read_text()) for file in files]
+
+
+def _await(children: list[int]) -> tuple[int, str] | None:
+    """Wait for these forks. The first that fails, with how, ends the others, which would wait for it for long."""
+    from paceline.errors import describe_exit
+
+    left, failed = dict(zip(children, range(len(children)), strict=True)), None
+    try:
+        while left:
+            for child, rank in list(left.items()):
+                done, status = os.waitpid(child, os.WNOHANG)
+                if not done:
+                    continue
+                del left[child]
+                if (code := os.waitstatus_to_exitcode(status)) and failed is None:
+                    failed = rank, describe_exit(code)
+                    time.sleep(TOGETHER_S)  # for whoever fails of the same cause
+                    for other in left:
+                        os.kill(other, signal.SIGKILL)
+            time.sleep(0.005)
+    finally:
+        for child in left:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return failed
 
 
 def _fork(work: Callable[[], Any], place: Mapping[str, str], file: Path) -> int:
@@ -86,6 +119,7 @@ def _fork(work: Callable[[], Any], place: Mapping[str, str], file: Path) -> int:
         file.write_text(json.dumps(work()))
         code = 0
     except BaseException:
+        file.with_suffix(".error").write_text(traceback.format_exc())
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     finally:
         sys.stdout.flush()

@@ -17,27 +17,26 @@ temporary file left. What is wrong is said, and the run's folder stays, at a han
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
-from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import torch._dynamo  # noqa: F401  every optimiser loads it: once here instead of in each worker
 from _chaos_program import draw_program
 from _chaos_run import BOUND_S, run_one
 from _chaos_verdict import Verdict
 from _smoke import smoke, smoking
+from _trials import Ended, Trials
 
 import paceline.fleet  # noqa: F401
 
@@ -45,99 +44,21 @@ RUNS, AT_ONCE = 20, max(1, (os.cpu_count() or 1) // 2)
 globals().update(smoke(RUNS=1))
 STUCK_S = BOUND_S + 60.0
 """Seconds after which a run's own process is ended."""
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-VERDICT = "verdict.json"
 GROUPS_NEED = ("torch.distributed.fsdp", "torch.distributed.checkpoint")
 """Modules that processes of groups load: once here instead of in each of them."""
 
 
-class Runs:
-    """Runs in processes of their own, a number of them at a time. Use as a context manager: nothing survives it."""
-
-    def __init__(self, folder: Path, *, at_once: int, keep: bool) -> None:
-        """``keep``: files of sound runs stay too."""
-        self._folder, self._at_once, self._keep = folder, at_once, keep
-        self._under_way: dict[int, tuple[int, float]] = {}
-        """Seed and beginning of each run, by its process."""
-        if sys.platform == "linux":  # whoever is orphaned becomes a child of this process, which waits for it
-            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-    def __enter__(self) -> Runs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._under_way:
-            os.kill(process, signal.SIGKILL)
-        until = time.monotonic() + 10.0
-        with suppress(ChildProcessError):
-            while self._under_way or time.monotonic() < until:
-                process, _status = os.waitpid(-1, os.WNOHANG)
-                self._under_way.pop(process, None)
-                if not process:
-                    time.sleep(0.02)
-
-    @property
-    def full(self) -> bool:
-        """Whether no further run may begin now."""
-        return len(self._under_way) >= self._at_once
-
-    @property
-    def empty(self) -> bool:
-        """Whether no run is under way."""
-        return not self._under_way
-
-    def begin(self, seed: int) -> None:
-        """Start the run of this seed."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if process := os.fork():
-            self._under_way[process] = (seed, time.monotonic())
-            return
-        try:
-            _live_as_run(seed, self._folder / str(seed))
-        finally:
-            os._exit(1)
-
-    def next_ended(self) -> Verdict:
-        """Wait for a run to end, and return its verdict."""
-        while True:
-            with suppress(ChildProcessError):
-                process, _ = os.waitpid(-1, os.WNOHANG)
-                if process in self._under_way:
-                    return self._verdict_on(self._under_way.pop(process)[0])
-            for process, (_, began) in self._under_way.items():
-                if time.monotonic() - began > STUCK_S:
-                    os.kill(process, signal.SIGKILL)
-            time.sleep(0.02)
-
-    def _verdict_on(self, seed: int) -> Verdict:
-        folder = self._folder / str(seed)
-        try:
-            facts = json.loads((folder / VERDICT).read_text())
-        except (OSError, ValueError):
-            said = (folder.with_suffix(".err")).read_text(errors="replace").strip()
-            return Verdict(seed, "", crashes=[f"{said.splitlines()[-1] if said else 'no verdict'}\n{said}"])
-        verdict = Verdict(**facts)
-        if verdict.sound and not self._keep:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.with_suffix(".err").unlink()
-        return verdict
+def play(seed: int, folder: Path) -> dict[str, Any]:
+    """Make the run of this seed in this process, a fork, and return its verdict."""
+    return asdict(run_one(seed, folder))
 
 
-def _live_as_run(seed: int, folder: Path) -> None:
-    """Make one run in this process, a fork, and leave its verdict in a file."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that has started this one ends it
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    shutil.rmtree(folder, ignore_errors=True)
-    for number in (1, 2):
-        os.dup2(os.open(folder.with_suffix(".err"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
-    try:
-        verdict = run_one(seed, folder)
-        (folder / VERDICT).write_text(json.dumps(asdict(verdict)))
-    except BaseException:
-        traceback.print_exc()
-    sys.stderr.flush()
+def verdict_of(ended: Ended) -> Verdict:
+    """Return the verdict on a run that has ended."""
+    if ended.facts is not None:
+        return Verdict(**ended.facts)
+    last = (ended.words.splitlines() or ["no verdict"])[-1]
+    return Verdict(int(ended.name), "", crashes=[f"{last}\n{ended.words}"])
 
 
 def figures(verdicts: list[Verdict], *, seconds: float) -> dict[str, object]:
@@ -205,13 +126,16 @@ def main() -> int:
         for module in GROUPS_NEED:
             importlib.import_module(module)
     began, waiting, verdicts, notes = time.monotonic(), [*reversed(seeds)], list[Verdict](), set[str]()
-    with Runs(folder, at_once=max(1, asked.at_once), keep=keep) as runs:
+    with Trials(folder, at_once=max(1, asked.at_once), stuck_s=STUCK_S) as runs:
         try:
             while waiting or not runs.empty:
                 if waiting and not runs.full:
-                    runs.begin(waiting.pop())
+                    seed = waiting.pop()
+                    runs.begin(str(seed), partial(play, seed))
                     continue
-                verdicts.append(verdict := runs.next_ended())
+                verdicts.append(verdict := verdict_of(ended := runs.next_ended()))
+                if verdict.sound and not keep:
+                    runs.forget(ended.name)
                 if verdict.note and verdict.note not in notes:
                     notes.add(verdict.note)
                     print(verdict.note, file=sys.stderr, flush=True)

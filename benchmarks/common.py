@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import paceline
+from paceline.errors import describe_exit
 from paceline.machines import from_env, parse_fleet
 
 RESULT = "BENCHMARK_RESULT"
 """Variable with the path where worker 0 leaves its figures; who has it is a worker."""
 FEATURES, CLASSES = 64, 10
+CPUS = {"PACELINE_DEVICE": os.environ.get("PACELINE_DEVICE", "cpu")}
+"""Machines are played by sleeping: a worker that found a GPU would be unlike the others, and unlike DDP beside it."""
+LAST_LINES = 60
+"""Lines of failed workers that the benchmark's error repeats."""
 
 
 def run_workers(script: str, workers: int, *args: str) -> Any:
@@ -36,22 +42,27 @@ def run_workers(script: str, workers: int, *args: str) -> Any:
         result = Path(folder) / "result.json"
         if smoking():
             sys.argv[1:] = args
-            forked(sys.modules["__main__"].main, workers, **{RESULT: str(result), "PACELINE_RUN_DIR": f"{folder}/run"})
+            own = {RESULT: str(result), "PACELINE_RUN_DIR": f"{folder}/run"}
+            forked(sys.modules["__main__"].main, workers, **CPUS, **own)
             return json.loads(result.read_text())
-        command = [
-            sys.executable,
-            "-m",
-            "paceline.cli",
-            "run",
-            "-q",
-            "-n",
-            str(workers),
-            "--output-dir",
-            folder,
-            script,
-        ]
-        subprocess.run([*command, *args], env={**os.environ, RESULT: str(result)}, check=True)
+        launch = [sys.executable, str(Path(__file__).with_name("_launch.py")), str(workers), folder, script, *args]
+        code, words = _run_aloud(launch, {**os.environ, **CPUS, RESULT: str(result)})
+        if code or not result.exists():
+            left = "had left its figures" if result.exists() else "had left no figures"
+            what = f"{Path(script).name}: the {workers} workers {describe_exit(code)}; worker 0 {left}"
+            raise SystemExit("\n".join([what, "their last lines:" * bool(words), *words]))
         return json.loads(result.read_text())
+
+
+def _run_aloud(command: list[str], env: dict[str, str]) -> tuple[int, list[str]]:
+    """Run a command, and return its exit code and the last lines that it wrote to stderr, which are shown meanwhile."""
+    last = deque[str](maxlen=LAST_LINES)
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, errors="replace") as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            print(line, end="", file=sys.stderr, flush=True)
+            last.append(line.rstrip("\n"))
+    return process.returncode, list(last)
 
 
 def is_worker() -> bool:
@@ -59,12 +70,20 @@ def is_worker() -> bool:
 
 
 def leave_result(figures: Any) -> None:
-    """A worker's last act."""
+    """A worker's last act: but for a smoke run, whose workers are forks, its process ends here.
+
+    It leaves as `paceline run` itself does: an interpreter that ends while threads of groups still close down is
+    sometimes aborted, which would be the benchmark's only word.
+    """
     if os.environ["RANK"] == "0":
         Path(os.environ[RESULT]).write_text(json.dumps(figures))
     if dist.is_initialized():
         dist.destroy_process_group()
-        time.sleep(0.2)  # a process that ends while the group's threads still close down is sometimes aborted
+        time.sleep(0.2)
+    if not smoking():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def emulate(machines: str, sample_ms: float) -> None:

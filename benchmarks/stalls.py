@@ -33,6 +33,8 @@ WORKERS, MICRO, SHARE = 4, 8, 8
 SAMPLE_S = 0.001
 STALL, EVERY = 50, 100
 """A stall takes as long as so many micro-batches; one micro-batch in so many has one."""
+EACH = 16
+"""Samples per worker over which figures are added up."""
 BATCH = WORKERS * MICRO * SHARE
 STEPS, SKIP, ROUNDS, CALM_STEPS = 54, 12, 2, 32
 globals().update(smoke(WORKERS=2, SAMPLE_S=0.0001, BATCH=2 * MICRO * SHARE, STEPS=6, SKIP=2, ROUNDS=1, CALM_STEPS=6))
@@ -126,9 +128,17 @@ and what worker-seconds were lost to."""
 
 
 def _added_up(fleet: paceline.Fleet, figures: dict[str, float]) -> dict[str, float]:
-    """Each figure's sum over the workers: everybody scores one sample of a set with one for each."""
-    one_each = TensorDataset(torch.zeros(fleet.world_size))
-    return dict(fleet.evaluate(lambda _: figures, one_each, batch_size=1, sums=tuple(figures)))
+    """Each figure's sum over the workers: each gives its own with the first of the samples that it is dealt.
+
+    Samples are dealt by speed, so one for each worker could be two for one and none for another.
+    """
+    left = [figures]
+
+    def score(_: torch.Tensor) -> dict[str, float]:
+        return left.pop() if left else dict.fromkeys(figures, 0.0)
+
+    samples = TensorDataset(torch.zeros(EACH * fleet.world_size))
+    return dict(fleet.evaluate(score, samples, batch_size=1, sums=tuple(figures)))
 
 
 def alone(seed: int, *, steps: int) -> float:

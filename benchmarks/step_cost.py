@@ -8,13 +8,15 @@ time (*ddp_ms_N*, *ours_ms_N* for N workers), their difference *extra_ms_N*, the
 same with 25M parameters in place of 0.1M, *adaptive_* with that pace, and *mixed_* with the leader on a GPU and the
 others on CPUs, where CUDA is there. *cpu_ms_N* and *switches_N* are processor milliseconds and times that a thread
 began to wait, a worker and step: [ours, DDP]; they say more than the clock where other programs run beside it, which
-makes either side wait for the processor. Sizes that the cores cannot carry are left out.
+makes either side wait for the processor. Sizes that the cores cannot carry are left out, unless they are asked for.
 
     python benchmarks/step_cost.py
+    python benchmarks/step_cost.py --only mixed --sizes 64
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -26,7 +28,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 import torch.distributed as dist
-from _smoke import forked, smoke
+from _smoke import forked, smoke, smoking
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -131,7 +133,7 @@ def block(steps: Iterator[None]) -> tuple[list[float], np.ndarray]:
 def work(kind: str, blocks: int, pace: str, mixed: bool) -> list[list[list[float]]]:
     """One worker's part: for ours and DDP, each step's seconds, and the processor seconds and waits of each block."""
     torch.set_num_threads(1)
-    device = torch.device("cuda" if mixed and os.environ["RANK"] == "0" else "cpu")
+    device = torch.device("cuda:0" if mixed and os.environ["RANK"] == "0" else "cpu")
     if os.environ["WORLD_SIZE"] != "1":
         dist.init_process_group("gloo")
     with paceline.join(pace, quiet=True, run_dir=tempfile.mkdtemp(), device=device) as fleet:
@@ -167,17 +169,39 @@ def measure(kind: str, workers: int, blocks: int, *, pace: str = "equal", mixed:
     }
 
 
+def read_options() -> argparse.Namespace:
+    """Return what was asked for on the command line."""
+    smoking()
+    options = argparse.ArgumentParser(description="what a step costs above its compute, against plain DDP")
+    options.add_argument("--only", choices=("small", "adaptive", "large", "mixed"), help="this kind of fleet alone")
+    options.add_argument("--sizes", metavar="N,N", help="numbers of workers, in place of those that the cores carry")
+    asked = options.parse_args()
+    try:
+        asked.sizes = [int(size) for size in asked.sizes.split(",")] if asked.sizes else []
+    except ValueError:
+        options.error(f"--sizes is numbers of workers such as 4,64, not {asked.sizes}")
+    if asked.only == "mixed" and not torch.cuda.is_available():
+        options.error("the leader of a mixed fleet has a GPU, and torch finds none here")
+    return asked
+
+
 def main() -> None:
-    figures: dict[str, object] = {"compute_ms": COMPUTE_MS, "cores": CORES, "sizes": SIZES}
-    print(f"a step's cost above {COMPUTE_MS:g} ms of compute, medians; {CORES} cores, so {SIZES} workers", flush=True)
-    runs = [("", "small", workers, BLOCKS[workers], "equal", False) for workers in SIZES]
-    runs += [("adaptive_", "small", workers, BLOCKS[workers], "adaptive", False) for workers in SIZES if workers == 4]
-    runs += [("large_", "large", workers, LARGE_BLOCKS, "equal", False) for workers in LARGE_SIZES]
+    asked = read_options()
+    figures: dict[str, object] = {"compute_ms": COMPUTE_MS, "cores": CORES, "sizes": asked.sizes or SIZES}
+    print(
+        f"a step's cost above {COMPUTE_MS:g} ms of compute, medians; {CORES} cores, so {figures['sizes']} workers",
+        flush=True,
+    )
+    sizes = {"small": SIZES, "adaptive": [4] if 4 in SIZES else [], "large": LARGE_SIZES}
     if torch.cuda.is_available():
-        runs += [("mixed_", "small", workers, BLOCKS[workers], "equal", True) for workers in MIXED_SIZES]
-    for prefix, kind, workers, blocks, pace, mixed in runs:
-        found = measure(kind, workers, blocks, pace=pace, mixed=mixed)
-        figures |= {f"{prefix}{name}_{workers}": value for name, value in found.items()}
+        sizes["mixed"] = MIXED_SIZES
+    for name in [name for name in sizes if asked.only in (None, name)]:
+        kind, pace = "large" if name == "large" else "small", "adaptive" if name == "adaptive" else "equal"
+        for workers in asked.sizes or sizes[name]:
+            blocks = LARGE_BLOCKS if name == "large" else BLOCKS.get(workers, min(BLOCKS.values()))
+            found = measure(kind, workers, blocks, pace=pace, mixed=name == "mixed")
+            prefix = "" if name == "small" else f"{name}_"
+            figures |= {f"{prefix}{figure}_{workers}": value for figure, value in found.items()}
     print(json.dumps(figures))
 
 

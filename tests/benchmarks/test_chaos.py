@@ -1,4 +1,4 @@
-"""What chaos.py draws and how it judges; and that nothing of it runs on once it is broken off."""
+"""What chaos.py draws and how it judges; and that nothing of it, or of hunted.py, runs on once it is broken off."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import _chaos_program
 import _chaos_sockets
 import _chaos_verdict
 
-SCRIPT = Path(_chaos_program.__file__).with_name("chaos.py")
+BENCHMARKS = Path(_chaos_program.__file__).parent
 
 
 @given(seed=st.integers(0, 10_000))
@@ -107,15 +107,16 @@ def test_connections_of_a_process_are_found_with_both_ends() -> None:
 
 
 @pytest.mark.fleet
-def test_nothing_runs_on_when_it_is_broken_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["chaos", "hunted"])
+def test_nothing_runs_on_when_it_is_broken_off(tmp_path: Path, name: str) -> None:
     options = ["--smoke", "--out", str(tmp_path / "runs")]
     out, err = tmp_path / "out", tmp_path / "err"
     started = nursery().start(
-        "crew:program", str(SCRIPT), str(tmp_path), *options, env={}, out=out, err=err, quick=True
+        "crew:program", str(BENCHMARKS / f"{name}.py"), str(tmp_path), *options, env={}, out=out, err=err, quick=True
     )
     try:
         until = time.monotonic() + 60
-        while not (found := list(tmp_path.glob("runs/0/*.progress"))) and time.monotonic() < until:
+        while not (found := list(tmp_path.glob("runs/*/*.progress"))) and time.monotonic() < until:
             time.sleep(0.02)
         assert found, err.read_text()
         os.kill(started.pid, signal.SIGINT)

@@ -28,6 +28,7 @@ KEYS = {
     "gpu_alone": "gpt124_over_plain gpt124_compiled_over_plain gpt4_over_plain gpt4_compiled_over_plain",
     "gpu_beside_cpu": "large_fleet_over_gpu large_cpu_samples large_ddp_over_gpu small_fleet_over_gpu",
     "gpu_unlike": "adaptive_over_limit adaptive_over_ddp conv_ddp_over_limit gpt_joint_over_limit gpt_auto_over_ddp",
+    "hunted": "rounds trials hangs crashes unsound missed cases skipped_cases failed slowest_s seconds",
     "join_stall": "stall_steps stall_s equal cores",
     "kill": "survivors_s_median survivors_s_p95 freeze_s_median join_stall_s step_s kills freezes left_out "
     "torchft_over_paceline torchrun_over_paceline",
