@@ -31,7 +31,7 @@ from paceline.observe.words.numbers import duration, number, percent, percent_ce
 from paceline.pace import WAITING, make
 from paceline.pace.by_the_clock import steps_dealt, time_is_up
 from paceline.simulate import play
-from paceline.simulate.comparison_table import document, empty_table, plotly
+from paceline.simulate.comparison import document, empty_table, plotly
 from paceline.simulate.play import Floats, matrix
 
 if TYPE_CHECKING:
