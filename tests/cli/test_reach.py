@@ -119,7 +119,8 @@ def test_a_slow_network_is_measured_and_a_cut_one_found(monkeypatch: pytest.Monk
             switch.dead.add("eth0")
             *_, last = doctor.examine_target(doctor.parse_target(there))
             assert (last.state, "is not reached: no answer within" in last.text) == ("failed", True)
-            assert next(doctor.examine_target(doctor.Target("far", "203.0.113.9", 80, True))).text.startswith("no route to")
+            far = doctor.Target("far", "203.0.113.9", 80, True)
+            assert next(doctor.examine_target(far)).text.startswith("no route to")
 
 
 @pytest.mark.slow
