@@ -67,7 +67,7 @@ def test_a_port_that_is_taken_is_told() -> None:
     [("[::1]:80", "::1", 80), ("::1", "::1", PORT), ("127.0.0.1", "127.0.0.1", 7071)],
 )
 def test_an_address_is_read_with_and_without_its_port(text: str, address: str, port: int) -> None:
-    assert doctor.parse(text)[1:3] == (address, port)
+    assert doctor.parse_target(text)[1:3] == (address, port)
 
 
 def test_the_doctor_there_is_timed(doctor_there: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_the_doctor_there_is_timed(doctor_there: int, monkeypatch: pytest.Monkey
 def test_a_computer_where_nothing_listens_is_reached_all_the_same(told: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    *_, found = doctor.examine(doctor.Target("127.0.0.1", "127.0.0.1", port, told))
+    *_, found = doctor.examine_target(doctor.Target("127.0.0.1", "127.0.0.1", port, told))
     assert found.state == ("failed" if told else "note")
     assert f"nothing listens at port {port}" in found.text
     assert "paceline doctor --answer" in found.advice
@@ -92,13 +92,13 @@ def test_a_computer_where_nothing_listens_is_reached_all_the_same(told: bool) ->
 
 def test_something_else_that_listens_is_no_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        *_, found = doctor.examine(doctor.Target("127.0.0.1", "127.0.0.1", other.getsockname()[1], True))
+        *_, found = doctor.examine_target(doctor.Target("127.0.0.1", "127.0.0.1", other.getsockname()[1], True))
     assert (found.state, "it is not a doctor" in found.text) == ("ok", True)
 
 
 def test_an_interface_that_does_not_exist_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsuch0")
-    found = doctor.way_out(doctor.parse("127.0.0.1"))
+    found = doctor.way_out(doctor.parse_target("127.0.0.1"))
     assert (found.state, found.text) == ("failed", "GLOO_SOCKET_IFNAME is nonsuch0, which has no address here")
     assert "(127.0.0.1)" in found.advice
 
@@ -119,7 +119,8 @@ def test_a_slow_network_is_measured_and_a_cut_one_found(monkeypatch: pytest.Monk
             switch.dead.add("eth0")
             *_, last = doctor.examine_target(doctor.parse_target(there))
             assert (last.state, "is not reached: no answer within" in last.text) == ("failed", True)
-            assert next(doctor.examine(doctor.Target("far", "203.0.113.9", 80, True))).text.startswith("no route to")
+            far = doctor.Target("far", "203.0.113.9", 80, True)
+            assert next(doctor.examine_target(far)).text.startswith("no route to")
 
 
 @pytest.mark.slow

@@ -1,15 +1,20 @@
-"""One emulated machine: its jitter, its memory, and sleeping just as long as it should."""
+"""Emulated machines: jitter, memory, sleeping just as long as it should, and how fleets of them are written."""
+
+from __future__ import annotations
 
 import math
 import statistics
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from clocks import give_clock
+from paceline.machines import Machine, from_env, parse_fleet
 from paceline.machines import machine as module
-from paceline.machines import parse_fleet
 
 
 def test_jitter_is_exact_again_and_differs_by_seed_rank_and_step() -> None:
@@ -120,3 +125,154 @@ def test_a_real_pad_is_right_on_average() -> None:
     took = time.perf_counter() - began
     assert took >= 0.1 - 1e-4
     assert took < 0.15 + shortfall
+
+
+POSITIVE = st.floats(min_value=0.01, max_value=1000, allow_nan=False)
+
+
+def test_a_list_gives_one_machine_a_worker_with_seconds_in_proportion_to_samples_and_factor() -> None:
+    fleet = parse_fleet("1, 1,2,4.5", sample_ms=2.0)
+    assert [machine.seconds(0, 10) for machine in fleet] == pytest.approx([0.02, 0.02, 0.04, 0.09])
+    assert [machine.rank for machine in fleet] == [0, 1, 2, 3]
+    assert fleet[0].seconds(5, 0) == 0.0
+
+
+def test_a_change_holds_from_its_step_on() -> None:
+    (machine,) = parse_fleet("2@40:8@100:1", sample_ms=1.0)
+    assert [machine.seconds(step, 1000) for step in (0, 39, 40, 99, 100, 10**9)] == pytest.approx([2, 2, 8, 8, 1, 1])
+
+
+@given(factor=POSITIVE, step=st.integers(1, 10**6), later=POSITIVE, samples=st.integers(0, 10**4))
+def test_what_is_written_is_what_is_played(factor: float, step: int, later: float, samples: int) -> None:
+    (machine,) = parse_fleet(f"{factor!r}@{step}:{later!r}", sample_ms=2.0)
+    assert machine.seconds(step - 1, samples) == pytest.approx(samples * 0.002 * factor)
+    assert machine.seconds(step, samples) == pytest.approx(samples * 0.002 * later)
+
+
+@pytest.mark.parametrize("text", ["2+50ms", "2+0.05s", " 2 + 50 ms ", "2e+0+50ms", "2.0+5e1ms"])
+def test_a_constant_cost_is_paid_once_a_step_whatever_the_share(text: str) -> None:
+    (machine,) = parse_fleet(text, sample_ms=1.0)
+    assert [machine.seconds(7, n) for n in (0, 1, 100)] == pytest.approx([0.0, 0.052, 0.25])
+    assert machine.seconds(7, 100, begins=False) == pytest.approx(0.2)
+    assert machine.describe() == "2x slower, 50 ms per step"
+
+
+def test_a_constant_cost_stands_beside_every_other_part() -> None:
+    (machine,) = parse_fleet("2+50ms@40:8@60:1+20ms@80:3+0ms~0.2!16", sample_ms=1.0)
+    samples = [machine.seconds(step, 10, begins=False) for step in (0, 40, 60, 80)]
+    costs = [machine.seconds(step, 10) - own for step, own in zip((0, 40, 60, 80), samples)]
+    assert costs == pytest.approx([0.05, 0.05, 0.02, 0.0])
+    (plain,) = parse_fleet("2@40:8@60:1@80:3~0.2", sample_ms=1.0)
+    assert samples == [plain.seconds(step, 10) for step in (0, 40, 60, 80)]
+    assert machine.memory_samples == 16
+    assert machine.describe() == (
+        "2x slower, 50 ms per step, 8x from step 40, 1x from step 60, 20 ms per step from step 60, 3x from step 80, "
+        "0 ms per step from step 80, jitter 0.2, memory for 16 samples"
+    )
+
+
+def test_a_large_factor_may_still_be_written_with_a_sign() -> None:
+    (machine,) = parse_fleet("1e+3", sample_ms=1.0)
+    assert machine.seconds(0, 1) == pytest.approx(1.0)
+
+
+def test_a_trace_may_have_a_constant_cost_on_top(tmp_path: Path) -> None:
+    file = tmp_path / "two+ms.csv"
+    file.write_text("0,1.0,3.0\n1,1.0,3.0\n")
+    plain, costly = parse_fleet(str(file), sample_ms=1.0), parse_fleet(f"{file}+50ms", sample_ms=1.0)
+    for before, after in zip(plain, costly):
+        assert after.seconds(1, 10) == pytest.approx(before.seconds(1, 10) + 0.05)
+        assert after.describe() == before.describe() + ", 50 ms per step"
+
+
+def test_memory_and_jitter_may_follow_in_this_order() -> None:
+    machine = parse_fleet("1,2@40:8~0.2!16", sample_ms=2.0)[1]
+    assert machine.memory_samples == 16
+    assert machine.describe() == "2x slower, 8x from step 40, jitter 0.2, memory for 16 samples"
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("1,,2", "machine 2 (''): a factor is missing"),
+        ("1,x", "machine 2 ('x'): a factor is a number"),
+        ("0", "machine 1 ('0'): a factor is how many times slower"),
+        ("-1", "above 0, not -1"),
+        ("1,nan", "must be finite"),
+        ("inf", "must be finite"),
+        ("1@40", "should read @STEP:FACTOR"),
+        ("1@x:2", "a step is a whole number"),
+        ("1@-4:2", "a step is a whole number"),
+        ("1@0:2", "must come after step 0"),
+        ("1@40:2@40:3", "must come after step 40"),
+        ("1@40:", "a factor is missing"),
+        ("1+50", "'+50' should read +COST with its unit, such as +50ms"),
+        ("1+", "should read +COST with its unit"),
+        ("1+ms", "should read +COST with its unit"),
+        ("1+50min", "should read +COST with its unit"),
+        ("1+nanms", "should read +COST with its unit"),
+        ("1+-5ms", "a constant cost of a step is at least 0"),
+        ("+50ms", "a factor is missing"),
+        ("1+2ms+3ms", "a factor is a number"),
+        ("1~0.2+50ms", "the jitter is a number"),
+        ("1~0.1!4+50ms", "a whole number"),
+        ("1~", "the jitter is a number"),
+        ("1~-0.1", "between 0 and 3"),
+        ("1~9", "between 0 and 3"),
+        ("1!", "a whole number"),
+        ("1!0", "at least 1 sample"),
+        ("1!2.5", "a whole number"),
+        ("1!16~0.2", "in this order"),
+        ("1~0.1~0.2", "in this order"),
+        ("", "one factor for each worker"),
+    ],
+)
+def test_a_malformed_entry_is_named(text: str, part: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_fleet(text, sample_ms=2.0)
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("sample_ms", [0.0, -1.0, float("nan"), float("inf")])
+def test_the_reference_takes_a_positive_time(sample_ms: float) -> None:
+    with pytest.raises(ValueError, match="sample_ms"):
+        parse_fleet("1", sample_ms=sample_ms)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_list_for_another_number_of_workers_is_refused(workers: int) -> None:
+    with pytest.raises(ValueError, match=f"2 machines for {workers} workers"):
+        parse_fleet("1,2", sample_ms=2.0, workers=workers)
+
+
+def test_a_worker_finds_its_machine_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_EMULATE", raising=False)
+    assert from_env(0) is None
+    monkeypatch.setenv("PACELINE_EMULATE", "1,3~0.5")
+    monkeypatch.setenv("PACELINE_SAMPLE_MS", "4")
+    monkeypatch.setenv("PACELINE_SEED", "7")
+    machine = from_env(1)
+    assert isinstance(machine, Machine)
+    assert (machine.sample_s, machine.seed, machine.rank) == (0.004, 7, 1)
+    assert machine == parse_fleet("1,3~0.5", sample_ms=4, seed=7)[1]
+
+
+def test_a_worker_beyond_the_list_plays_its_machines_again_with_jitter_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PACELINE_EMULATE", "1,3~0.5")
+    first, again = from_env(1, around=True), from_env(5, around=True)
+    assert first is not None
+    assert again is not None
+    assert first == from_env(1)
+    assert (again.slowness, again.rank) == (first.slowness, 5)
+    assert again.seconds(0, 1) != first.seconds(0, 1)
+
+
+def test_the_environment_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_EMULATE", "1,3")
+    with pytest.raises(ValueError, match="describes 2 machines, but this is worker 2"):
+        from_env(2)
+    monkeypatch.setenv("PACELINE_SAMPLE_MS", "fast")
+    with pytest.raises(ValueError, match="PACELINE_SAMPLE_MS is 'fast'"):
+        from_env(0)

@@ -160,6 +160,6 @@ def test_a_page_without_plotly_names_the_extra(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_simulator_needs_no_torch() -> None:
-    probe = "import sys, paceline.simulate.comparison_table, paceline.simulate; print('torch' in sys.modules)"
+    probe = "import sys, paceline.simulate.comparison, paceline.simulate; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -243,33 +244,12 @@ def check_names(pace: str | None, combine: str | None, comm_dtype: str | None, w
             format_of(comm_dtype)
 
 
-PANEL = "On a Ray cluster"
+of_ray = partial(typer.Option, rich_help_panel="On a Ray cluster")
 
-Ray = Annotated[
-    str | None,
-    typer.Option(
-        "--ray",
-        metavar="auto|ADDRESS",
-        help="Start the workers on this cluster.",
-        rich_help_panel=PANEL,
-    ),
-]
-PerWorker = Annotated[
-    str | None,
-    typer.Option(metavar="LIST", help="Needs of each: gpus=1,cpus=4.", rich_help_panel=PANEL),
-]
-Labels = Annotated[
-    str | None,
-    typer.Option(metavar="LIST", help="Labels of nodes: spot=true,zone!=b.", rich_help_panel=PANEL),
-]
-RuntimeEnv = Annotated[
-    str | None,
-    typer.Option(
-        metavar="JSON|FILE",
-        help="Ray's runtime_env, or a file of it.",
-        rich_help_panel=PANEL,
-    ),
-]
+Ray = Annotated[str | None, of_ray("--ray", metavar="auto|ADDRESS", help="Start the workers on this cluster.")]
+PerWorker = Annotated[str | None, of_ray(metavar="LIST", help="Needs of each: gpus=1,cpus=4.")]
+Labels = Annotated[str | None, of_ray(metavar="LIST", help="Labels of nodes: spot=true,zone!=b.")]
+RuntimeEnv = Annotated[str | None, of_ray(metavar="JSON|FILE", help="Ray's runtime_env, or a file of it.")]
 
 
 @dataclass(frozen=True)

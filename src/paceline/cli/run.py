@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,103 +38,50 @@ if TYPE_CHECKING:
     from paceline.launcher.supervise import Order
     from paceline.page.server import LivePage
 
-WORKERS, ELASTIC, NETWORK = "Workers", "Elastic fleets: workers come and go", "Network"
-EMULATION, OUTPUT = "Emulation on this computer", "Output"
+of_workers = partial(typer.Option, rich_help_panel="Workers")
+of_elastic = partial(typer.Option, rich_help_panel="Elastic fleets: workers come and go")
+of_network = partial(typer.Option, rich_help_panel="Network")
+of_emulation = partial(typer.Option, rich_help_panel="Emulation on this computer")
+of_output = partial(typer.Option, rich_help_panel="Output")
 
 Script = Annotated[
     str, typer.Argument(metavar="SCRIPT", help="Training script (with -m: a module).", show_default=False)
 ]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")]
 
-Count = Annotated[
-    str | None,
-    typer.Option("-n", metavar="N|MIN:MAX", help="Workers; MIN:MAX lets them come and go.", rich_help_panel=WORKERS),
-]
-Devices = Annotated[
-    str | None,
-    typer.Option(metavar="LIST", help="Device of each, such as cuda:0,cpu.", rich_help_panel=WORKERS),
-]
-ProcsPerWorker = Annotated[
-    str | None,
-    typer.Option(metavar="N|LIST", help="Processes that shard each model.", rich_help_panel=WORKERS),
-]
-Pace = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Used instead of the script's pace.", rich_help_panel=WORKERS)
-]
-Combine = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Used instead of the script's combine.", rich_help_panel=WORKERS)
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Seed of emulation (PACELINE_SEED).", rich_help_panel=WORKERS),
-]
-Module = Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.", rich_help_panel=WORKERS)]
+Count = Annotated[str | None, of_workers("-n", metavar="N|MIN:MAX", help="Workers; MIN:MAX lets them come and go.")]
+Devices = Annotated[str | None, of_workers(metavar="LIST", help="Device of each, such as cuda:0,cpu.")]
+ProcsPerWorker = Annotated[str | None, of_workers(metavar="N|LIST", help="Processes that shard each model.")]
+Pace = Annotated[str | None, of_workers(metavar="NAME", help="Used instead of the script's pace.")]
+Combine = Annotated[str | None, of_workers(metavar="NAME", help="Used instead of the script's combine.")]
+Seed = Annotated[int | None, of_workers(metavar="N", help="Seed of emulation (PACELINE_SEED).")]
+Module = Annotated[bool, of_workers("-m", help="SCRIPT is a module, as in python -m.")]
 
-Join = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT#KEY", help="Join the fleet of this roster.", rich_help_panel=ELASTIC),
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Token file (or PACELINE_TOKEN).", rich_help_panel=ELASTIC),
-]
-Host = Annotated[
-    str | None,
-    typer.Option(metavar="ADDRESS", help="Let other computers join here.", rich_help_panel=ELASTIC),
-]
-Port = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, max=65535, help="Port of the roster.", rich_help_panel=ELASTIC),
-]
+Join = Annotated[str | None, of_elastic(metavar="HOST:PORT#KEY", help="Join the fleet of this roster.")]
+TokenFile = Annotated[Path | None, of_elastic(metavar="FILE", help="Token file (or PACELINE_TOKEN).")]
+Host = Annotated[str | None, of_elastic(metavar="ADDRESS", help="Let other computers join here.")]
+Port = Annotated[int | None, of_elastic(metavar="N", min=1, max=65535, help="Port of the roster.")]
 
-CommDtype = Annotated[
-    str | None, typer.Option(metavar="NAME", help=f"Format of sums: {choice_text()}.", rich_help_panel=NETWORK)
-]
-Network = Annotated[
-    str | None,
-    typer.Option(metavar="LINK", help="Emulate a link such as 100mbit,20ms.", rich_help_panel=NETWORK),
-]
+CommDtype = Annotated[str | None, of_network(metavar="NAME", help=f"Format of sums: {choice_text()}.")]
+Network = Annotated[str | None, of_network(metavar="LINK", help="Emulate a link such as 100mbit,20ms.")]
 
-Emulate = Annotated[
-    str | None,
-    typer.Option(metavar="LIST", help="Times SLOWER: 1,1,2+50ms, or a trace.csv.", rich_help_panel=EMULATION),
-]
+Emulate = Annotated[str | None, of_emulation(metavar="LIST", help="Times SLOWER: 1,1,2+50ms, or a trace.csv.")]
 SampleMs = Annotated[
-    float,
-    typer.Option(
-        metavar="MS", help="Milliseconds per sample of a 1 (2.0).", show_default=False, rich_help_panel=EMULATION
-    ),
+    float, of_emulation(metavar="MS", help="Milliseconds per sample of a 1 (2.0).", show_default=False)
 ]
 Fail = Annotated[
-    str | None,
-    typer.Option(
-        "--failures",
-        metavar="LIST",
-        help="Such as kill:2@30,freeze:1@50:5s,join@80.",
-        rich_help_panel=EMULATION,
-    ),
+    str | None, of_emulation("--failures", metavar="LIST", help="Such as kill:2@30,freeze:1@50:5s,join@80.")
 ]
-Spot = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE.csv", help="Rows of milliseconds,add|remove,node.", rich_help_panel=EMULATION),
-]
-SpeedUp = Annotated[
-    float | None, typer.Option(metavar="X", help="Play --spot X times faster.", rich_help_panel=EMULATION)
-]
-SpotNotice = Annotated[
-    str | None,
-    typer.Option(metavar="TIME", help="SIGTERM to kill in --spot, such as 2s.", rich_help_panel=EMULATION),
-]
+Spot = Annotated[Path | None, of_emulation(metavar="FILE.csv", help="Rows of milliseconds,add|remove,node.")]
+SpeedUp = Annotated[float | None, of_emulation(metavar="X", help="Play --spot X times faster.")]
+SpotNotice = Annotated[str | None, of_emulation(metavar="TIME", help="SIGTERM to kill in --spot, such as 2s.")]
 
-Name = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run.", rich_help_panel=OUTPUT)]
+Name = Annotated[str | None, of_output(metavar="NAME", help="Name of the run.")]
 OutputDir = Annotated[
-    Path,
-    typer.Option(
-        metavar="DIR", help="Folder for the run's own folder (runs).", show_default=False, rich_help_panel=OUTPUT
-    ),
+    Path, of_output(metavar="DIR", help="Folder for the run's own folder (runs).", show_default=False)
 ]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No view and no verdict.", rich_help_panel=OUTPUT)]
-Watch = Annotated[bool, typer.Option("--watch", help="Serve a live page meanwhile.", rich_help_panel=OUTPUT)]
+Quiet = Annotated[bool, of_output("-q", "--quiet", help="No view and no verdict.")]
+Watch = Annotated[bool, of_output("--watch", help="Serve a live page meanwhile.")]
 
 
 def run(

@@ -100,7 +100,7 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Compare the rules of pace on recorded or made-up machines: throughput, waiting and wasted work, no processes."""
-    from paceline.simulate.comparison_table import figures, page, table
+    from paceline.simulate.comparison import figures, page, table
 
     try:
         alone = batch if emulate is None else None

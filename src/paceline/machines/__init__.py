@@ -12,8 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from paceline.machines.grammar import parse_fleet
-from paceline.machines.machine import Machine
+from paceline.machines.machine import Machine, parse_fleet
 from paceline.machines.trace import Trace, read_trace
 
 __all__ = ["SAMPLE_MS", "Machine", "Trace", "from_env", "parse_fleet", "read_trace"]

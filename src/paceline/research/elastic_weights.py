@@ -68,9 +68,9 @@ def clipped(alpha: float, distances: ArrayLike, *, radius: float) -> Exchange:
     return Exchange(np.full(len(away), alpha), alpha * np.minimum(1.0, radius / np.maximum(away, FLOOR)))
 
 
-def clip_radius(distances: ArrayLike, *, times: float = 2.0) -> float:
-    """Return a default radius: ``times`` the median distance of those present. Few failures do not move it."""
-    return times * float(np.median(np.asarray(distances, dtype=np.float64)))
+def clip_radius(distances: ArrayLike) -> float:
+    """Return a default radius: twice the median distance of those present. Few failures do not move it."""
+    return 2 * float(np.median(np.asarray(distances, dtype=np.float64)))
 
 
 def dynamic(

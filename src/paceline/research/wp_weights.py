@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from paceline.averaging.weights import RULES, Floats, LocalWork, Mixture, Rule, in_proportion, samples
 
@@ -71,7 +71,7 @@ def _kappa(beta: Floats, distance: float, noise: float) -> float:
     return distance * float(beta.sum()) / below if below > 0 else 0.0
 
 
-def spread(updates: ArrayLike, work: LocalWork, *, fastest: int = FASTEST) -> tuple[float, float]:
+def spread(updates: ArrayLike, work: LocalWork) -> tuple[float, float]:
     """Estimate D2 and s2 for `mse` from the updates of the fastest: workers x parameters, or a linear sketch of them.
 
     s2 is the variance between them and ``D2 = (|mean update|^2 - s2 / n) / (1 - beta)^2``: what noise adds to the mean
@@ -79,7 +79,7 @@ def spread(updates: ArrayLike, work: LocalWork, *, fastest: int = FASTEST) -> tu
     single worker, or no contraction (lambda = 0).
     """
     rows = np.asarray(updates, dtype=np.float64)
-    order = np.argsort(-work.steps, kind="stable")[:fastest]
+    order = np.argsort(-work.steps, kind="stable")[:FASTEST]
     order = order[work.steps[order] > 0]
     left = 1 - work.contraction[order].mean() if len(order) else 0.0
     if len(order) < 2 or left <= 0:
@@ -89,29 +89,25 @@ def spread(updates: ArrayLike, work: LocalWork, *, fastest: int = FASTEST) -> tu
     return max(0.0, float(mean @ mean) - noise / len(order)) / left**2, noise
 
 
-def sketch(tensors: Iterable[torch.Tensor], *, seed: int, size: int = SIZE) -> NDArray[np.float64]:
-    """Return the update in ``tensors`` (in the same order on every worker) as ``size`` numbers, by a common seed.
+def sketch(tensors: Iterable[torch.Tensor], seed: int) -> Floats:
+    """Return the update in ``tensors`` (in the same order on every worker) as `SIZE` numbers, by a common seed.
 
-    ``s = sum_i r_i x_i`` over pieces x_i of the update, each ``size`` long, with one random sign r_i per piece. It is
-    linear, and inner products survive in expectation: ``E <s, s'> = <x, x'>``, within about ``sqrt(2 / size)`` of
+    ``s = sum_i r_i x_i`` over pieces x_i of the update, each `SIZE` long, with one random sign r_i per piece. It is
+    linear, and inner products survive in expectation: ``E <s, s'> = <x, x'>``, within about ``sqrt(2 / SIZE)`` of
     ``|x| |x'|``. That is enough for `spread`, which needs a mean and a variance, and saves a second full round.
     """
     generator = torch.Generator().manual_seed(seed)
-    total = np.zeros(size)
+    total = np.zeros(SIZE)
     for tensor in tensors:
-        total += _pieces(tensor.detach().flatten(), size, generator)
+        total += _pieces(tensor.detach().flatten(), generator)
     return total
 
 
-def _seeded_sketch(tensors: Iterable[torch.Tensor], seed: int) -> Floats:
-    return sketch(tensors, seed=seed)
-
-
-def _pieces(flat: torch.Tensor, size: int, generator: torch.Generator) -> NDArray[np.float64]:
-    count = -(-flat.numel() // size)
-    padded = torch.nn.functional.pad(flat, (0, count * size - flat.numel())).view(count, size)
+def _pieces(flat: torch.Tensor, generator: torch.Generator) -> Floats:
+    count = -(-flat.numel() // SIZE)
+    padded = torch.nn.functional.pad(flat, (0, count * SIZE - flat.numel())).view(count, SIZE)
     signs = (2 * torch.randint(0, 2, (count,), generator=generator) - 1).to(flat)
-    found: NDArray[np.float64] = (signs @ padded).double().cpu().numpy()
+    found: Floats = (signs @ padded).double().cpu().numpy()
     return found
 
 
@@ -212,4 +208,4 @@ def log_contraction(
 
 
 RULES.add("wp", Rule(wp, contraction_of))
-RULES.add("mse", Rule(mse, contraction_of, _seeded_sketch, SIZE))
+RULES.add("mse", Rule(mse, contraction_of, sketch, SIZE))

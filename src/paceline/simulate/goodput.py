@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from paceline.observe.words.numbers import duration, number, percent
-from paceline.simulate.comparison_table import empty_table
+from paceline.simulate.comparison import empty_table
 from paceline.simulate.play import Floats
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from paceline.observe.words.numbers import duration, number, percent, percent_ce
 from paceline.pace import WAITING, make
 from paceline.pace.by_the_clock import steps_dealt, time_is_up
 from paceline.simulate import play
-from paceline.simulate.comparison_table import document, empty_table, plotly
+from paceline.simulate.comparison import document, empty_table, plotly
 from paceline.simulate.play import Floats, matrix
 
 if TYPE_CHECKING:
@@ -189,20 +189,19 @@ def compare_network(
     return outcomes
 
 
-def enough(
-    seconds: ArrayLike, link: Link, *, model_bytes: int, warm_up: int = 0, part: float = MATTERS
-) -> Enough | None:
+def enough(seconds: ArrayLike, link: Link, *, model_bytes: int, warm_up: int = 0) -> Enough | None:
     """Return the shortest period at which the network no longer matters; None if it never does, even at every step.
 
-    Work of w seconds between rounds of r seconds leaves ``r / (r + w) <= part`` when ``w >= r (1 / part - 1)``. Work of
-    a step takes at least ``n / sum_i (1 / x_i)``, when nobody waits, and that of k steps at least k times its mean.
+    Work of w seconds between rounds of r seconds leaves ``r / (r + w) <= p`` when ``w >= r (1 / p - 1)``; p is
+    `MATTERS`. Work of a step takes at least ``n / sum_i (1 / x_i)``, when nobody waits, and that of k steps at least k
+    times its mean.
     """
     own = matrix(seconds)[warm_up:]
     network = Network(link, own.shape[1], model_bytes)
-    step_s, work = _busy_step_s(own), 1 / part - 1
+    step_s, work = _busy_step_s(own), 1 / MATTERS - 1
     if work * network.gradients_s <= step_s:
         return None
-    return Enough(part, math.ceil(work * network.average_s / step_s), work * network.average_s)
+    return Enough(MATTERS, math.ceil(work * network.average_s / step_s), work * network.average_s)
 
 
 def usual_periods(seconds: Floats) -> tuple[float, ...]:

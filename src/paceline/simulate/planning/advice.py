@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.observe.words.numbers import capital, duration, number, percent, percent_cell
 from paceline.pace import DEFAULT
 from paceline.simulate import goodput
-from paceline.simulate.comparison_table import empty_table
+from paceline.simulate.comparison import empty_table
 from paceline.simulate.goodput import compare_goodput, fleet_mtbf_s, usual_costs
 from paceline.simulate.network import seconds, size
 from paceline.simulate.planning.choices import PERIOD_S, Choice, Player
