@@ -26,7 +26,7 @@ from _smoke import smoke
 from paceline.machines.trace import read_trace
 from paceline.pace import Joint
 from paceline.pace.forecast import clairvoyant_counts
-from paceline.simulate import SCENARIOS, compare_stuck, deadline_play, make, play, scenarios
+from paceline.simulate import SCENARIOS, compare_stuck, deadline_play, make, matrices, play
 
 SIZES = (16, 158)
 STEPS = 300
@@ -85,7 +85,7 @@ def stuck_inside() -> dict[str, float]:
     """The scenario of `benchmarks/stalls.py` without processes: 1 % of micro-batches take fifty times as long."""
     outcomes = []
     for seed in range(5):
-        own = scenarios.stuck_machines(steps=STEPS, workers=scenarios.STUCK_WORKERS, seed=seed)
+        own = matrices.stuck_machines(steps=STEPS, workers=matrices.STUCK_WORKERS, seed=seed)
         outcomes.append({outcome.name: outcome for outcome in compare_stuck(own, warm_up=WARM_UP, seed=seed)})
 
     def over(one: str, other: str) -> float:

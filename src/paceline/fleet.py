@@ -19,7 +19,7 @@ from paceline.errors import FleetError, MisuseError, NonFiniteGradients
 from paceline.feed import Order
 from paceline.gradients.scaling import give_back
 from paceline.machines import Machine
-from paceline.observe.trackers import Trackers
+from paceline.observe.exports import Trackers
 from paceline.pace import MinimalPacer, Pacer
 from paceline.records import History
 from paceline.renamed import FormerNames, names_present_keywords

@@ -30,7 +30,7 @@ from paceline.page.pictures import (
     what_if_words,
 )
 from paceline.page.whatif import Answer, WhatIf, instead, what_if
-from paceline.simulate.recorded import longest_stretch
+from paceline.simulate.matrices import longest_stretch
 
 pytest.importorskip("plotly", reason="the page is drawn by Plotly (extra view)")
 

@@ -13,9 +13,8 @@ import torch
 
 from lone import join, linear, numbers, sgd, training
 from paceline.observe import read_log
-from paceline.observe.exports import write_tensorboard
+from paceline.observe.exports import write_tensorboard, write_to
 from paceline.observe.log.reader import logged_figures
-from paceline.observe.trackers import write_to
 
 
 class SummaryWriter:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from paceline.research.deep.elbo import Series, StepBatch, all_of, elbo, run_guide
+from paceline.research.deep.inference import Series, StepBatch, all_of, elbo, run_guide
 from paceline.research.deep.model import DeepModel, Shape, levels, log_likelihood
 
 TINY = Shape(lag=5, memory=9, state=3, context=8, hidden=12, summary=8)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.research.deep.elbo import StepBatch, elbo
 from paceline.research.deep.fit import CensoredRecording, Training, cutoffs, fit, held_out_scores, split
+from paceline.research.deep.inference import StepBatch, elbo
 from paceline.research.deep.model import DeepModel, Shape
 from paceline.research.deep.recordings import Recording, recording
 

@@ -9,9 +9,9 @@ import pytest
 
 from paceline.pace import Adaptive, Auto, Joint, Pacer
 from paceline.pace.pacer import rows
-from paceline.simulate import deadline_play, make, scenarios
+from paceline.simulate import deadline_play, make, matrices
+from paceline.simulate.matrices import SCENARIOS
 from paceline.simulate.play import Floats, Outcome
-from paceline.simulate.scenarios import SCENARIOS
 
 STEPS, WARM_UP = 130, 25
 """In the first steps auto waits for everybody whatever the machines do: it judges up to 20 before a deadline."""
@@ -27,8 +27,8 @@ def machines(name: str, workers: int, seed: int) -> tuple[Floats, dict[str, Any]
         little = lambda rng, shape: np.exp(0.01 * rng.standard_normal(shape))  # noqa: E731
         return np.exp(0.3 * speeds + 0.005 * noise), {"noise": little}
     if name == "stuck":
-        within = {"micro_batches": scenarios.STUCK_MICRO_BATCHES, "noise": scenarios.STUCK_NOISE}
-        return scenarios.stuck_machines(steps=STEPS, workers=workers, seed=seed), within
+        within = {"micro_batches": matrices.STUCK_MICRO_BATCHES, "noise": matrices.STUCK_NOISE}
+        return matrices.stuck_machines(steps=STEPS, workers=workers, seed=seed), within
     return make(name, steps=STEPS, workers=workers, seed=seed), {}
 
 

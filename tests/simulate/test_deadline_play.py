@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from paceline.pace import Adaptive, Ask, Equal, Joint
 from paceline.records import Plan, StepRecord
-from paceline.simulate import compare_stuck, deadline_play, make, play, scenarios
+from paceline.simulate import compare_stuck, deadline_play, make, matrices, play
 from paceline.simulate.deadline_play import Noise
 from quick import examples
 
@@ -104,8 +104,8 @@ def test_a_thin_round_goes_on_and_a_micro_batch_that_ends_meanwhile_counts() -> 
 
 
 def test_no_step_with_a_deadline_counts_less_than_its_floor() -> None:
-    own = scenarios.stuck_machines(steps=150, workers=4, seed=3)
-    played = {"micro_batches": scenarios.STUCK_MICRO_BATCHES, "noise": scenarios.STUCK_NOISE, "seed": 3}
+    own = matrices.stuck_machines(steps=150, workers=4, seed=3)
+    played = {"micro_batches": matrices.STUCK_MICRO_BATCHES, "noise": matrices.STUCK_NOISE, "seed": 3}
     floor, none = (deadline_play.play(own, Joint(least_count=part), **played).after(10) for part in (0.7, 0.0))
     assert none.shares.min() < 0.6 * 4
     assert floor.shares.min() >= 0.7 * 4
@@ -190,7 +190,7 @@ def test_joint_loses_nothing_on_a_calm_fleet() -> None:
 
 @pytest.mark.slow
 def test_stalls_inside_micro_batches_hold_up_adaptive_and_not_joint() -> None:
-    own = scenarios.stuck_machines(steps=200, workers=4)
+    own = matrices.stuck_machines(steps=200, workers=4)
     told = {outcome.name: outcome.after(20).throughput for outcome in compare_stuck(own)}
     assert told["joint"] > 0.82 * told["limit"]
     assert told["joint"] > 1.5 * told["adaptive"]
@@ -198,8 +198,8 @@ def test_stalls_inside_micro_batches_hold_up_adaptive_and_not_joint() -> None:
 
 def test_the_limit_under_stalls_is_each_worker_alone() -> None:
     own = np.ones((2000, 2))
-    factors = scenarios.STUCK_NOISE(np.random.default_rng(0), (2_000_000,))
-    assert scenarios.stuck_limit(own).throughput == pytest.approx(2 / factors.mean(), rel=0.02)
+    factors = matrices.STUCK_NOISE(np.random.default_rng(0), (2_000_000,))
+    assert matrices.stuck_limit(own).throughput == pytest.approx(2 / factors.mean(), rel=0.02)
 
 
 def test_the_same_seed_plays_the_same() -> None:

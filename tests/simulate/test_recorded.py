@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.records import StepRecord
-from paceline.simulate.recorded import equal_share_seconds
+from paceline.simulate.matrices import equal_share_seconds
 
 
 def record(

@@ -347,7 +347,7 @@ def _recorded_or_made(asked: MachinesAsked) -> tuple[str, Floats]:
 
         return f"trace {asked.trace.name}", read_trace(asked.trace).seconds
     if asked.run is not None:
-        from paceline.simulate.recorded import equal_share_seconds
+        from paceline.simulate.matrices import equal_share_seconds
 
         return f"run {asked.run}", equal_share_seconds(read_log(asked.run).records)
     from paceline.simulate import make
@@ -355,10 +355,10 @@ def _recorded_or_made(asked: MachinesAsked) -> tuple[str, Floats]:
     name, many = asked.scenario or SCENARIO, STEPS if asked.steps is None else asked.steps
     words = f"scenario {name}, seed {asked.seed}"
     if name == STUCK:
-        from paceline.simulate import scenarios
+        from paceline.simulate import matrices
 
-        few = scenarios.STUCK_WORKERS if asked.workers is None else asked.workers
-        return words, scenarios.stuck_machines(steps=many, workers=few, seed=asked.seed)
+        few = matrices.STUCK_WORKERS if asked.workers is None else asked.workers
+        return words, matrices.stuck_machines(steps=many, workers=few, seed=asked.seed)
     workers = WORKERS if asked.workers is None else asked.workers
     return words, make(name, steps=many, workers=workers, seed=asked.seed)
 
@@ -366,7 +366,7 @@ def _recorded_or_made(asked: MachinesAsked) -> tuple[str, Floats]:
 def _emulated(asked: MachinesAsked, text: str) -> tuple[str, Floats, Floats]:
     """Return the machines of ``run --emulate``: a name, seconds of an equal share, and costs, by step and worker."""
     from paceline.machines import SAMPLE_MS, parse_fleet
-    from paceline.simulate.recorded import emulated_seconds
+    from paceline.simulate.matrices import emulated_seconds
 
     sample_ms = SAMPLE_MS if asked.sample_ms is None else asked.sample_ms
     fleet = parse_fleet(text, sample_ms=sample_ms, seed=asked.seed, workers=asked.workers)

@@ -98,7 +98,7 @@ def instead(seconds: float, actual_s: float) -> str:
 
 def what_if(records: Sequence[StepRecord]) -> WhatIf:
     """Replay the longest stretch with the same workers (its last steps, when it is long) and scale to all of it."""
-    from paceline.simulate.recorded import longest_stretch
+    from paceline.simulate.matrices import longest_stretch
 
     longest = longest_stretch(records)
     size = len(longest[0].workers) if longest else 0
@@ -127,7 +127,7 @@ def what_if(records: Sequence[StepRecord]) -> WhatIf:
 def _replayed(stretch: Sequence[StepRecord]) -> tuple[dict[str, float], float]:
     """Return seconds for the stretch's samples: with every pace that can be chosen, and when nobody ever waits."""
     from paceline.simulate import compare
-    from paceline.simulate.recorded import equal_share_seconds
+    from paceline.simulate.matrices import equal_share_seconds
 
     matrix = equal_share_seconds(stretch)
     shares = sum(record.total for record in stretch) / _samples_of_a_share(matrix, stretch)

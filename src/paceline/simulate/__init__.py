@@ -4,7 +4,7 @@ See docs/research.md.
 """
 
 from paceline.simulate.comparison import compare, compare_stuck
+from paceline.simulate.matrices import SCENARIOS, make
 from paceline.simulate.play import Outcome, matrix
-from paceline.simulate.scenarios import SCENARIOS, make
 
 __all__ = ["SCENARIOS", "Outcome", "compare", "compare_stuck", "make", "matrix"]

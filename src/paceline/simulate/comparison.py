@@ -21,8 +21,8 @@ from paceline.pace.forecast import Forecast, best_static_count, clairvoyant_coun
 from paceline.pace.forecast import make as make_forecast
 from paceline.pace.pacer import Played, played, rows
 from paceline.simulate import deadline_play, play
+from paceline.simulate.matrices import STUCK_MICRO_BATCHES, STUCK_NOISE, stuck_limit
 from paceline.simulate.play import Floats, Outcome, matrix
-from paceline.simulate.scenarios import STUCK_MICRO_BATCHES, STUCK_NOISE, stuck_limit
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,7 +76,7 @@ def compare_stuck(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> list[Outcome]:
-    """Compare the rules that are played by micro-batches, under the stalls of `paceline.simulate.scenarios`."""
+    """Compare the rules that are played by micro-batches, under the stalls of `paceline.simulate.matrices`."""
     own = _checked(seconds, overhead_s, warm_up)
     return _play(_stuck_entries(own, play.costs(own, cost_s), overhead_s, seed), len(own), warm_up, progress)
 

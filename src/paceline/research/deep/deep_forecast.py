@@ -20,8 +20,8 @@ import torch
 from paceline.pace.forecast import FIRST_SPREAD, LEAST_SPREAD, Floats, Forecast, Learner, Mask, Seen, Smoothed, register
 from paceline.pace.normal import truncated_draws
 from paceline.research.auto_forecast import JUDGED_BY, RECENT, TRIAL, AutoForecast, score
+from paceline.research.deep.inference import ParticleFilter
 from paceline.research.deep.model import DeepModel, Past, Shape, load_model, pack, pack_model, unpack, unpack_model
-from paceline.research.deep.particle_filter import ParticleFilter
 
 logger = logging.getLogger("paceline.forecast")
 

@@ -20,7 +20,7 @@ from paceline.pace.forecast import Floats, Forecast, Mask, Seen, Smoothed, clair
 from paceline.pace.normal import truncated_draws
 from paceline.research.auto_forecast import score
 from paceline.research.deep.deep_forecast import Deep
-from paceline.research.deep.elbo import Series, StepBatch, all_of, elbo, run_guide
+from paceline.research.deep.inference import Series, StepBatch, all_of, elbo, run_guide
 from paceline.research.deep.model import DeepModel, Shape, save_model
 from paceline.research.deep.recordings import Recording
 from paceline.research.forecasts import LastValue
@@ -58,7 +58,7 @@ class Training:
     steps: int = 40
     workers: int = 32
     """An update reads ``batch`` stretches of ``steps`` steps and ``workers`` workers; fewer where there are fewer.
-    These stand for the whole fleet: its likelihood is scaled up from theirs (`paceline.research.deep.elbo`)."""
+    These stand for the whole fleet: its likelihood is scaled up from theirs (`paceline.research.deep.inference`)."""
     renew: int = 100
     """Updates after which hidden times are drawn anew."""
     anneal: float = 0.3

@@ -11,9 +11,9 @@ import numpy as np
 
 from paceline.observe import RunLog
 from paceline.records import StepRecord
+from paceline.simulate.matrices import longest_stretch, measurements
 from paceline.simulate.planning.fleet_spec import HOUR_S
 from paceline.simulate.play import Floats
-from paceline.simulate.recorded import longest_stretch, measurements
 from paceline.transport.formats import part_of
 
 if TYPE_CHECKING:
