@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from memory_connector import MemoryConnector
+from memory_engine import MemoryEngine, MemoryNetwork
 from memory_store import MemoryPrefix, MemoryServer, MemoryStore, open_memory_store
 
 from clocks import give_clock
@@ -21,7 +22,6 @@ from paceline.transport import group as groups
 from paceline.transport.engines import contract, gloo, memory
 from paceline.transport.engines.contract import Check, EngineWork
 from paceline.transport.engines.gloo import GlooMessage
-from paceline.transport.engines.memory import MemoryEngine, MemoryNetwork
 from paceline.transport.group import Group, Watched
 
 AT = ("store", 1)

@@ -31,7 +31,7 @@ from paceline.averaging.periods import Periods
 from paceline.errors import MisuseError
 from paceline.feed.dealing import Dealing
 from paceline.gradients import Gradients, Header
-from paceline.gradients.mean import VaryingCount
+from paceline.gradients.gradients import VaryingCount
 from paceline.gradients.scaling import is_active
 from paceline.machines.failures import Failures
 from paceline.pace.by_the_clock import time_is_up

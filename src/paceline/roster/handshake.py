@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline import concurrency
 from paceline.roster import wire
-from paceline.roster.tls import ALERT, HANDSHAKE, Channel
+from paceline.roster.wire import ALERT, HANDSHAKE, Channel
 
 ANSWER_S = 5.0
 """How long the roster may take for each answer of the handshake."""

@@ -22,8 +22,7 @@ from paceline.step.checks.sameness import ReplicaComparison, check_order
 from paceline.step.checks.updates import unlike_settings, unlike_updates
 from paceline.step.combine import Combine, CombineParts
 from paceline.step.context import LoopContext
-from paceline.step.late.deadline_round import DeadlineRound
-from paceline.step.late.deadlines import Allowed, Deadlines
+from paceline.step.late.deadline_round import Allowed, DeadlineRound, Deadlines
 from paceline.step.losses.loss_weights import check_weights
 from paceline.step.members import newcomer_state, take_newcomer_state
 from paceline.step.round import StepRound, SynchronousRound

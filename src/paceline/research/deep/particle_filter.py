@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal
 
-from paceline.pace.forecast import Floats, Mask
-from paceline.pace.normal import truncated_draws
+from paceline.pace.forecast import Floats, Mask, truncated_draws
 from paceline.research.deep.elbo import Series, all_of, run_guide
 from paceline.research.deep.model import DeepModel, Past, log_likelihood
 

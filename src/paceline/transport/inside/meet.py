@@ -22,8 +22,7 @@ from paceline import concurrency
 from paceline.errors import FleetError
 from paceline.transport.base import Transport
 from paceline.transport.fixed import meeting_store
-from paceline.transport.inside.head_and_follower import Follower, Head
-from paceline.transport.inside.links import MEET_S, RETRY_S, Links, accept, connect
+from paceline.transport.inside.head_and_follower import MEET_S, RETRY_S, Follower, Head, Links, accept, connect
 from paceline.transport.network import dist, loopback_only
 
 MESH, JOINING = "shard", "joining"
