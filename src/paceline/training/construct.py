@@ -166,7 +166,7 @@ class StepsConstructor:
         )
         steps = StepLoop(loop, kind.make(loop, combine, parts))
         self._learn(steps)
-        steps.dataset_length, loop.save_if_due = source.length, lambda: self._saving.save_if_due(steps)
+        steps.dataset_length, loop.save_if_due = source.length, partial(self._saving.save_if_due, steps)
         if source.length is not None and source.batch_size is not None:
             steps.micro_batches = settings.epochs * -(-source.length // source.batch_size)
         if isinstance(steps.dealing, BatchDealing):

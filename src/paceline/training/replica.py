@@ -18,8 +18,7 @@ from torch import nn
 
 from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint import shards
-from paceline.checkpoint.divided_folder import TakenOut
-from paceline.checkpoint.shards import gathered, is_sharded, local, mapped, reshard
+from paceline.checkpoint.shards import TakenOut, gathered, is_sharded, local, mapped, reshard
 from paceline.errors import MisuseError
 from paceline.gradients.sharded import set_up
 from paceline.settings import has_batch_norm, is_compiled, must_agree
