@@ -34,7 +34,7 @@ from paceline.gradients import Gradients, Header
 from paceline.gradients.gradients import VaryingCount
 from paceline.gradients.scaling import is_active
 from paceline.machines.failures import Failures
-from paceline.pace.by_the_clock import time_is_up
+from paceline.pace.shares import time_is_up
 from paceline.records import Plan, StepRecord
 from paceline.step.combine import CombineParts
 from paceline.step.context import LoopContext
