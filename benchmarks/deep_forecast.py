@@ -29,8 +29,7 @@ import torch
 from _smoke import pool_context, smoke
 
 from paceline.pace import Ask
-from paceline.pace.forecast import Forecast, Seen, Smoothed, best_static_count, clairvoyant_counts
-from paceline.pace.normal import log_tail
+from paceline.pace.forecast import Forecast, Seen, Smoothed, best_static_count, clairvoyant_counts, log_tail
 from paceline.records import StepRecord
 from paceline.research.cutoff import Cutoff
 from paceline.research.deep.deep_forecast import Deep

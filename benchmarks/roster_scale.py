@@ -32,8 +32,8 @@ from _smoke import smoke
 
 from paceline.roster import RosterServer, wire
 from paceline.roster.client import BACK_OFF_S
-from paceline.roster.handshake import RosterConnection, shake_hands
 from paceline.roster.liveness import BEAT_S, computer
+from paceline.roster.wire import RosterConnection, shake_hands
 
 SIZES = (10, 100, 1000)
 STEADY_S = 10.0

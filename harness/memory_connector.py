@@ -6,11 +6,11 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+from memory_engine import MemoryEngine, MemoryNetwork
 from memory_store import MemoryPrefix, open_memory_store
 
 from paceline.roster import Generation
 from paceline.transport.elastic.connector import Connector
-from paceline.transport.engines.memory import MemoryEngine, MemoryNetwork
 from paceline.transport.group import Group, Watch
 
 

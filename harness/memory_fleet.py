@@ -24,6 +24,7 @@ from unittest import mock
 
 import torch
 from memory_connector import MemoryConnector
+from memory_engine import MemoryNetwork
 from memory_roster import MemoryDoor, MemoryRosterConnection, MemoryStoreHost
 from memory_roster import MemoryNetwork as RosterNetwork
 from memory_store import MemoryServer
@@ -39,7 +40,6 @@ from paceline.training import join as joining
 from paceline.training import untracked
 from paceline.transport import Elastic
 from paceline.transport.elastic import handover
-from paceline.transport.engines.memory import MemoryNetwork
 
 KILLED, CRASHED = -9, 1
 ROSTER, LAUNCHER = "roster", "launcher"

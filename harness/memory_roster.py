@@ -19,8 +19,8 @@ from typing import Any
 from paceline import concurrency
 from paceline.roster import wire
 from paceline.roster.door import Closed, DoorEvent, WorkerConnection
-from paceline.roster.handshake import ANSWER_S, take_welcome
 from paceline.roster.liveness import UNKNOWN, ProcessState
+from paceline.roster.wire import ANSWER_S, take_welcome
 
 OPEN, CLOSED, CUT = "open", "closed", "cut"
 
@@ -190,7 +190,7 @@ class MemoryNetwork:
         state: Callable[[], ProcessState] = lambda: UNKNOWN,
         opened: Callable[[MemoryRosterConnection], None] = lambda connection: None,
     ) -> MemoryRosterConnection:
-        """Connect to the roster at ``address``, as `paceline.roster.handshake.shake_hands` does; token and fingerprint
+        """Connect to the roster at ``address``, as `paceline.roster.wire.shake_hands` does; token and fingerprint
         are not compared. ``state`` and ``opened``: see `MemoryDoor.connect`."""
         with self._lock:
             door = self._doors.get(address)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from paceline.transport.engines.memory import MemoryNetwork
+from memory_engine import MemoryNetwork
 
 TIMEOUT_S = 20.0
 """How long a connection and a missing key are waited for."""

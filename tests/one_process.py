@@ -23,8 +23,8 @@ from paceline.gradients.header import FIELDS, PLAN_HEAD
 from paceline.pace import Ask, Pacer, make
 from paceline.records import History, LoopSettings, Plan, StepRecord
 from paceline.step.checks.replicas import Repair
+from paceline.step.combine import GradientCombine
 from paceline.step.context import LoopContext, LoopPosition, MicroBatching, ReplicaAccess, RunNotes
-from paceline.step.gradient_combine import GradientCombine
 from paceline.step.script_loops import ScriptLoop
 from paceline.step.step import Step
 from paceline.step.steps import StepLoop

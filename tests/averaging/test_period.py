@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.averaging.period import Period, above, followed
-from paceline.pace.by_the_clock import FIRST_STEPS, by_the_clock
+from paceline.pace.shares import FIRST_STEPS, by_the_clock
 
 counts = st.lists(st.integers(0, 50), min_size=1, max_size=6)
 

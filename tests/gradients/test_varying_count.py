@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.gradients.mean import VaryingCount, gain
+from paceline.gradients.gradients import VaryingCount, gain
 
 positive = st.floats(1e-6, 1e6)
 

@@ -6,7 +6,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from paceline.pace.normal import log_tail, quantile, truncated_draws, truncated_moments
+from paceline.pace.forecast import log_tail, quantile, truncated_draws, truncated_moments
 
 
 def test_the_tail_is_that_of_the_error_function() -> None:

@@ -21,8 +21,7 @@ import pytest
 from clocks import give_clock
 from paceline.errors import CallMismatch, FleetError
 from paceline.roster import Generation, RosterClient, RosterServer, RunOver, client, liveness, server, timeouts, wire
-from paceline.roster.handshake import RosterConnection, shake_hands
-from paceline.roster.tls import Certificate
+from paceline.roster.wire import Certificate, RosterConnection, shake_hands
 from ports import own_port
 
 TOKEN = "a token"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from paceline.roster import persistence
-from paceline.roster.handshake import RosterConnection
+from paceline.roster.wire import RosterConnection
 
 HOST = """
 import sys, threading

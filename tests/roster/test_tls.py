@@ -25,7 +25,7 @@ import pytest
 
 from paceline.errors import FleetError
 from paceline.roster import RosterClient, RosterServer, server, wire
-from paceline.roster.tls import Certificate, Channel, make_certificate
+from paceline.roster.wire import Certificate, Channel, make_certificate
 from ports import own_port
 
 TOKEN = "s3cret-token-of-this-run"

@@ -148,7 +148,7 @@ def test_who_suddenly_is_much_faster_runs_out_of_what_it_was_dealt() -> None:
 
 def test_periods_are_dealt_as_in_a_run() -> None:
     """Workers that each step alone, of an unknown and of two known speeds: by the functions of a run."""
-    from paceline.pace.by_the_clock import by_the_clock, steps_dealt
+    from paceline.pace.shares import by_the_clock, steps_dealt
 
     rates, alone = np.array([0.0, 3.0, 40.0]), [[0], [1], [2]]
     dealt, each = by_the_clock(alone, batch=5, speeds=np.zeros(3), rates=rates, period_s=2.5)

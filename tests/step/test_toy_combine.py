@@ -15,7 +15,7 @@ pytestmark = pytest.mark.fleet
 
 TOY = """
 from paceline.training.combines import register
-from paceline.step.gradient_combine import GradientCombine
+from paceline.step.combine import GradientCombine
 
 
 class SignOfTheMean(GradientCombine):

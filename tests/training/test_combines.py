@@ -13,7 +13,7 @@ import paceline
 from lone import join, linear, numbers, sgd, training
 from paceline.averaging.combine import AveragingCombine
 from paceline.pace import make as make_pacer
-from paceline.step.gradient_combine import GradientCombine
+from paceline.step.combine import GradientCombine
 from paceline.training import combines as choose
 from paceline.training.combines import (
     check_combine,

@@ -10,7 +10,7 @@ import switch as switches
 import torch.distributed as dist
 from switch import Switch
 
-from paceline.transport import addresses
+from paceline.transport import survey as addresses
 from paceline.transport.group import Group
 
 needs_switch = pytest.mark.skipif(bool(switches.missing()), reason=switches.missing())

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from memory_engine import MemoryEngine, MemoryNetwork
 
 from paceline.transport.engines.contract import CHECK_S, CLOSED, Check, Closer, Engine, EngineWork, Held
 from paceline.transport.engines.gloo import GlooEngine, GlooWork, connect_gloo
-from paceline.transport.engines.memory import MemoryEngine, MemoryNetwork
 from paceline.transport.group import let_go
 
 Engines = list[Engine]

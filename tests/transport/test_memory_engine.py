@@ -8,9 +8,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import memory_engine
 import pytest
 import torch
 from memory_connector import MemoryConnector
+from memory_engine import MemoryEngine, MemoryNetwork
 from memory_store import MemoryPrefix, MemoryServer, MemoryStore, open_memory_store
 
 from clocks import give_clock
@@ -18,10 +20,9 @@ from paceline import concurrency
 from paceline.errors import FLEET_FAILED
 from paceline.roster import Generation
 from paceline.transport import group as groups
-from paceline.transport.engines import contract, gloo, memory
+from paceline.transport.engines import contract, gloo
 from paceline.transport.engines.contract import Check, EngineWork
 from paceline.transport.engines.gloo import GlooMessage
-from paceline.transport.engines.memory import MemoryEngine, MemoryNetwork
 from paceline.transport.group import Group, Watched
 
 AT = ("store", 1)
@@ -37,7 +38,7 @@ def over() -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "CHECK_S", 0.02)
+    monkeypatch.setattr(memory_engine, "CHECK_S", 0.02)
 
 
 def engines(size: int, network: MemoryNetwork | None = None) -> list[MemoryEngine]:
@@ -115,7 +116,7 @@ def test_broken_pairs_and_groups_of_other_keys_are_apart() -> None:
 
 
 def test_members_that_do_not_come_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "FORMING_S", 0.05)
+    monkeypatch.setattr(memory_engine, "FORMING_S", 0.05)
     with pytest.raises(RuntimeError, match="timed out"):
         MemoryEngine(MemoryNetwork(), "group", 0, 2).join(no_look)
     with pytest.raises(RuntimeError, match="it is over"):

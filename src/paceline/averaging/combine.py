@@ -31,14 +31,13 @@ from paceline.averaging.periods import Periods
 from paceline.errors import MisuseError
 from paceline.feed.dealing import Dealing
 from paceline.gradients import Gradients, Header
-from paceline.gradients.mean import VaryingCount
+from paceline.gradients.gradients import VaryingCount
 from paceline.gradients.scaling import is_active
 from paceline.machines.failures import Failures
-from paceline.pace.by_the_clock import time_is_up
+from paceline.pace.shares import time_is_up
 from paceline.records import Plan, StepRecord
-from paceline.step.combine import CombineParts
+from paceline.step.combine import CombineParts, may_apply
 from paceline.step.context import LoopContext
-from paceline.step.gradient_combine import may_apply
 from paceline.step.round import SynchronousRound
 from paceline.step.step import Step
 from paceline.step.step_state import WORK, StepState

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from paceline import concurrency
 from paceline.averaging.merge import MergeSettings
-from paceline.pace.by_the_clock import by_the_clock
-from paceline.pace.shares import proportional
+from paceline.pace.shares import by_the_clock, proportional
 from paceline.records import Plan
 from paceline.step.context import LoopContext
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.checkpoint import divided_folder
 from paceline.checkpoint import file as checkpoint_file
+from paceline.checkpoint import shards
 from paceline.checkpoint.shards import outline
 from paceline.transport import Transport
 
@@ -91,7 +91,7 @@ def look_up(path: Path, *, device: torch.device, missing_ok: bool) -> Lookup:
     What killed writers left there is removed.
     """
     checkpoint_file.remove_abandoned(path if path.is_dir() else path.parent)
-    if divided_folder.is_one(path):
+    if shards.is_folder(path):
         return _look_into(path)
     if path.is_dir():
         return _newest_whole(path, device=device, missing_ok=missing_ok)
@@ -110,7 +110,7 @@ def _look_into(folder: Path) -> Lookup:
         return parse(checkpoint_file.view(checkpoint_file.read(path)), path=path, device=torch.device("cpu"))
 
     try:
-        content = divided_folder.read(folder, rest)
+        content = shards.read_folder(folder, rest)
     except (OSError, ValueError) as error:
         return Lookup(problem=str(error))
     return Lookup(Found(folder, content), checkpoint_file.bytes_of(content))

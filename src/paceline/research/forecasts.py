@@ -17,12 +17,14 @@ from paceline.pace.forecast import (
     Seen,
     known,
     moved,
+    quantile,
     register,
     same_workers,
     to_array,
     to_list,
+    truncated_draws,
+    truncated_moments,
 )
-from paceline.pace.normal import quantile, truncated_draws, truncated_moments
 
 LEAST_CHANGE = 0.02
 """Least spread of a step's change (natural log) that is believed."""

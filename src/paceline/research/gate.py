@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.pace.forecast import Floats, Mask
-from paceline.pace.normal import log_tail, quantile
+from paceline.pace.forecast import Floats, Mask, log_tail, quantile
 from paceline.research.experts import EXPERTS, Advice, advise
 
 FILE = Path(__file__).with_name("general.npz")

@@ -18,9 +18,9 @@ from paceline import concurrency
 from paceline.errors import Dropped, FleetError
 from paceline.roster import wire
 from paceline.roster.calls import ERRORS, reminder_due_s
-from paceline.roster.handshake import RosterConnection, shake_hands
 from paceline.roster.liveness import BEAT_S, computer
 from paceline.roster.state import FINISHED, Generation, RunOver
+from paceline.roster.wire import RosterConnection, shake_hands
 
 logger = logging.getLogger("paceline")
 

@@ -13,7 +13,7 @@ from paceline import concurrency
 from paceline.roster import persistence, wire
 from paceline.roster.calls import Beat, Heard
 from paceline.roster.liveness import ProcessState, SilenceCheck, SilenceLimit, process_state_of
-from paceline.roster.tls import HANDSHAKE, Certificate, Channel
+from paceline.roster.wire import HANDSHAKE, Certificate, Channel
 
 if TYPE_CHECKING:
     import ssl

@@ -21,7 +21,7 @@ from paceline.roster.door import MAX_UNSENT, Closed, SocketDoor, WorkerConnectio
 from paceline.roster.membership_rules import CLOSED, Happened, MembershipRules
 from paceline.roster.state import Generation, Hello, Ready, RosterState
 from paceline.roster.timeouts import TICK_S, Timeouts
-from paceline.roster.tls import Certificate
+from paceline.roster.wire import Certificate
 
 logger = logging.getLogger("paceline")
 

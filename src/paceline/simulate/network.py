@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 from paceline.machines.link import Link
 from paceline.observe.words.numbers import duration, number, percent, percent_cell
 from paceline.pace import WAITING, make
-from paceline.pace.by_the_clock import steps_dealt, time_is_up
+from paceline.pace.shares import steps_dealt, time_is_up
 from paceline.simulate import play
 from paceline.simulate.comparison import document, empty_table, plotly
 from paceline.simulate.play import Floats, matrix

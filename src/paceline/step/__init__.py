@@ -1,9 +1,9 @@
 """One training step: the user's loop, the round that sums over the fleet, late workers, and members that change.
 
-Read `steps` (the loop), `step` (one step as the script sees it), `gradient_combine` (how a step begins, sums and
+Read `steps` (the loop), `step` (one step as the script sees it), `combine` (how a step begins, sums and
 commits) and `round` (the two kinds of round), then `training_state` and `step_state` for what is kept, `members` for
-workers that come and go, and `late` for rounds with a deadline. `context` holds what they share, `record` writes a
-round's header and its record, `step` calls `losses` and `checks`. For a worker's death read `gradients/exchange`,
+workers that come and go, and `late` for rounds with a deadline. `context` holds what they share, `step_state` writes a
+round's header and its record too, `step` calls `losses` and `checks`. For a worker's death read `gradients/exchange`,
 `gradients/fleet_sums`, then `Elastic.recover`.
 
 - *combine*: a way in which the workers' work is merged; here the mean of gradients in every step.

@@ -14,9 +14,8 @@ from paceline.averaging.combine import AveragingCombine
 from paceline.averaging.merge import MERGES, MergeSettings
 from paceline.machines.failures import Failures, parse_failures
 from paceline.pace import Pacer, deadlines_needed
-from paceline.step.combine import Combine, CombineParts
+from paceline.step.combine import Combine, CombineParts, GradientCombine
 from paceline.step.context import LoopContext
-from paceline.step.gradient_combine import GradientCombine
 from paceline.transport.formats import for_gradients, format_of
 
 Choice = str | MergeSettings

@@ -20,7 +20,7 @@ from paceline.feed.custom_orders import overlapped
 from paceline.feed.dealing import BatchDealing, Dealing, make_dealing
 from paceline.gradients import Gradients
 from paceline.gradients.fleet_sums import bytes_on_wire, like_flats
-from paceline.gradients.mean import VaryingCount
+from paceline.gradients.gradients import VaryingCount
 from paceline.gradients.second_order import needs_graph
 from paceline.machines.link import link_from_env
 from paceline.pace.forecast import Learner
@@ -37,7 +37,7 @@ from paceline.step.script_loops import ScriptLoop
 from paceline.step.steps import StepLoop
 from paceline.step.training_state import TrainingState
 from paceline.training.combines import kind_of, merge_settings, name_of
-from paceline.training.sharding import AFTER
+from paceline.training.replica import AFTER
 from paceline.transport import Alone
 from paceline.transport.formats import format_of
 
@@ -166,7 +166,7 @@ class StepsConstructor:
         )
         steps = StepLoop(loop, kind.make(loop, combine, parts))
         self._learn(steps)
-        steps.dataset_length, loop.save_if_due = source.length, lambda: self._saving.save_if_due(steps)
+        steps.dataset_length, loop.save_if_due = source.length, partial(self._saving.save_if_due, steps)
         if source.length is not None and source.batch_size is not None:
             steps.micro_batches = settings.epochs * -(-source.length // source.batch_size)
         if isinstance(steps.dealing, BatchDealing):

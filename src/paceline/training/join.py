@@ -31,7 +31,7 @@ from paceline.training.combines import (
 )
 from paceline.training.context import TrainingContext
 from paceline.transport import MPI_SIZES, Alone, Elastic, FixedTransport, Transport, joins_roster, launched, refuse_mpi
-from paceline.transport.inside.meet import leave_group, meet, position_from_env
+from paceline.transport.inside import leave_group, meet, position_from_env
 from paceline.worker_exit import end_with_one_line, leave_on_sigterm
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *MPI_SIZES)

@@ -1,7 +1,11 @@
-"""This worker's replica: its models and everything tracked, which are equal on every worker."""
+"""This worker's replica: its models and everything tracked, which are equal on every worker.
+
+A model may be divided over the processes of a worker with torch's `fully_shard` (`divide`).
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -10,20 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import nn
 
 from paceline.checkpoint import content as checkpoint
-from paceline.checkpoint.divided_folder import TakenOut
-from paceline.checkpoint.shards import gathered, is_sharded, local, mapped, reshard
+from paceline.checkpoint import shards
+from paceline.checkpoint.shards import TakenOut, gathered, is_sharded, local, mapped, reshard
 from paceline.errors import MisuseError
-from paceline.settings import is_compiled, must_agree
+from paceline.gradients.sharded import set_up
+from paceline.settings import has_batch_norm, is_compiled, must_agree
 from paceline.step.checks.replicas import Repair, check_same_shape, distance, moved, send_to_all, shape_of, spread
 from paceline.step.checks.sameness import Contents, parameters_of, saved_buffers_of, state_of, together, unlike_text
-from paceline.step.checks.user_code import refuse_untrainable
-from paceline.training import sharding
+from paceline.step.checks.user_code import hooks_text, refuse_untrainable
 from paceline.training.combines import kind_of
 from paceline.training.context import TrainingContext
 from paceline.training.untracked import Bystanders
-from paceline.transport import Collective
+from paceline.transport import Collective, Transport
 
 if TYPE_CHECKING:
     from paceline.step.steps import StepLoop
@@ -70,15 +75,15 @@ class Replica:
         refuse_untrainable(module)
         if context.steps is not None:
             raise MisuseError("fleet.model after fleet.steps: bring every model before the first step")
-        sharding.check(context.transport, module, shard=shard)
+        check_division(context.transport, module, shard=shard)
         if not shard or context.transport.shards == 1:  # else it moves layer by layer, when it is divided
             module = module.to(context.device)
         check_same_shape(context.transport, module)
         self._spread([module])
         if shard and context.transport.shards > 1:
-            sharding.divide(module, context.transport.mesh())
+            divide(module, context.transport.mesh())
         if context.transport.grouped:
-            sharding.prepare(context.transport, module)
+            set_up_division(context.transport, module)
         context.models.append(module)
         if buffers == "own":
             context.own_buffers.add(id(module))
@@ -322,3 +327,77 @@ def _refuse_ddp(module: torch.nn.Module, inputs: Any) -> None:
             "the fleet's model runs inside DistributedDataParallel, which would wait for gradients of its own: delete "
             "the wrapper, Paceline combines the gradients"
         )
+
+
+def check_division(transport: Transport, module: nn.Module, *, shard: bool) -> None:
+    """Raise ValueError when a model does not fit a worker with this number of processes."""
+    parameters = list(module.parameters())
+    already = shards.any_sharded(parameters)
+    if shard:
+        if not transport.grouped and not transport.solitary:
+            transport.mesh()
+        if already:
+            raise ValueError("the model is sharded already: leave shard=True out")
+    elif transport.shards > 1 and not already:
+        raise ValueError(
+            f"this worker is {transport.shards} processes, and the model is whole: fleet.model(net, shard=True) "
+            "divides it over them; or call fully_shard(..., mesh=fleet.mesh) yourself first"
+        )
+    elif already and not transport.grouped:
+        transport.mesh()
+    if transport.shards > 1 and (text := hooks_text([module])):
+        raise ValueError(
+            f"{text.partition(',')[0]}, and torch calls none on the parameters of a sharded model: {AFTER}"
+        )
+    if transport.shards > 1 and has_batch_norm(module):
+        raise ValueError(
+            "batch norm in a worker of several processes would see each process's rows alone, and keep other "
+            "statistics in each: use GroupNorm or LayerNorm"
+        )
+
+
+AFTER = "change the gradients after step.reduce() instead"
+
+
+def divide(module: nn.Module, mesh: Any) -> None:
+    """Divide a model: the layers of every list or sequence one by one, then the rest.
+
+    So no more than one layer is complete in memory at a time.
+    """
+    from torch.distributed.fsdp import fully_shard  # takes a while to import, and few need it
+
+    uses = _uses(module)
+    for part in layers_of(module):
+        if all(uses[key] == count for key, count in _uses(part).items()):  # else it shares weights with another
+            fully_shard(part, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    """Return in how many modules each parameter stands, by id."""
+    return Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """Return the modules with parameters that stand in a list or sequence and in no other of these.
+
+    >>> blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)])
+    >>> [type(part).__name__ for part in layers_of(nn.ModuleDict({"blocks": blocks, "head": nn.Linear(2, 2)}))]
+    ['Sequential', 'Sequential']
+    """
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            found += [child] if next(child.parameters(), None) is not None else []
+        else:
+            found += layers_of(child)
+    return found
+
+
+def set_up_division(transport: Transport, module: nn.Module) -> None:
+    """Check that all of a divided model is divided, and set up the sums of its gradients."""
+    if not shards.any_sharded(module.parameters()):
+        return
+    for name, parameter in module.named_parameters():
+        shards.check(name, parameter, transport.shards)
+    set_up([module])

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint import content as checkpoint
-from paceline.checkpoint import divided_folder
 from paceline.checkpoint import file as checkpoint_file
+from paceline.checkpoint import shards
 from paceline.checkpoint.autosave import Autosaver, Schedule
-from paceline.checkpoint.divided_folder import TakenOut
+from paceline.checkpoint.shards import TakenOut
 from paceline.errors import MisuseError
 from paceline.settings import must_agree
 from paceline.step.micro_batch_size import saved_sizes
@@ -69,7 +69,7 @@ class Saving:
         try:
             if transport.shards > 1:
                 taken = TakenOut()
-                divided_folder.write(path, self._content(extra, taken), taken.tensors, transport)
+                shards.write_folder(path, self._content(extra, taken), taken.tensors, transport)
             else:
                 checkpoint_file.write(path, self._content(extra))
         except OSError as error:

@@ -21,7 +21,6 @@ import torch
 from paceline import concurrency
 from paceline.errors import FleetError, LoaderDied, PacelineError
 from paceline.roster.calls import BACKGROUND, CALLS, GROUP, name_workers, without_answer
-from paceline.transport.addresses import find_address, own_addresses
 from paceline.transport.base import Collective, Pending, RoundTensors, Transport, made
 from paceline.transport.call_sequences import CallSequences
 from paceline.transport.distributed import Distributed, channels, facts_of, one_line
@@ -30,7 +29,7 @@ from paceline.transport.engines.contract import Engine, EngineKind, Meeting
 from paceline.transport.group import Group, Over, end_if_stuck, let_go
 from paceline.transport.heartbeat import Heartbeat
 from paceline.transport.network import Store, dist
-from paceline.transport.survey import Survey
+from paceline.transport.survey import Survey, find_address, own_addresses
 from paceline.transport.topology import Topology
 
 

@@ -17,8 +17,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.pace.forecast import FIRST_SPREAD, LEAST_SPREAD, Floats, Forecast, Learner, Mask, Seen, Smoothed, register
-from paceline.pace.normal import truncated_draws
+from paceline.pace.forecast import (
+    FIRST_SPREAD,
+    LEAST_SPREAD,
+    Floats,
+    Forecast,
+    Learner,
+    Mask,
+    Seen,
+    Smoothed,
+    register,
+    truncated_draws,
+)
 from paceline.research.auto_forecast import JUDGED_BY, RECENT, TRIAL, AutoForecast, score
 from paceline.research.deep.inference import ParticleFilter
 from paceline.research.deep.model import DeepModel, Past, Shape, load_model, pack, pack_model, unpack, unpack_model

@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from paceline.pace.forecast import Floats, Forecast, Mask, Seen, Smoothed, clairvoyant_counts
-from paceline.pace.normal import truncated_draws
+from paceline.pace.forecast import Floats, Forecast, Mask, Seen, Smoothed, clairvoyant_counts, truncated_draws
 from paceline.research.auto_forecast import score
 from paceline.research.deep.deep_forecast import Deep
 from paceline.research.deep.inference import Series, StepBatch, all_of, elbo, run_guide

@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from paceline.pace.forecast import Floats, Mask
-from paceline.pace.normal import truncated_draws
+from paceline.pace.forecast import Floats, Mask, truncated_draws
 from paceline.research.deep.model import DeepModel, Past, levels, log_likelihood
 
 

@@ -14,7 +14,7 @@ from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint import load
 from paceline.checkpoint.shards import any_sharded, gathered, is_sharded, local, outline, own_part
 from paceline.errors import FleetError
-from paceline.gradients.bit_sums import sums_of
+from paceline.gradients.buffers import sums_of
 from paceline.settings import must_agree
 from paceline.transport import Collective, Transport
 

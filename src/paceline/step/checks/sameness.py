@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import MisuseError
 from paceline.gradients import Header
-from paceline.gradients.bit_sums import sums_of
+from paceline.gradients.buffers import sums_of
 from paceline.gradients.header import number_of
 from paceline.settings import must_agree
 from paceline.step.checks.replicas import fingerprint, likely_causes

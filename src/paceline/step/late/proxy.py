@@ -29,8 +29,7 @@ from paceline.step.step_state import LoopPhase, RoundPhase, StepState
 
 if TYPE_CHECKING:
     from paceline.step.context import LoopContext
-    from paceline.step.late.deadline_round import DeadlineRound
-    from paceline.step.late.deadlines import Deadlines
+    from paceline.step.late.deadline_round import DeadlineRound, Deadlines
 
 PATIENT = 1.2
 """The factor by which a further lap may take longer than expected."""

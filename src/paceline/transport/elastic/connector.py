@@ -11,13 +11,12 @@ import torch
 
 from paceline import concurrency
 from paceline.roster import Generation
-from paceline.transport.addresses import find_address, own_addresses
 from paceline.transport.distributed import channels
 from paceline.transport.engines import ENGINES, choose
 from paceline.transport.engines.contract import Engine, EngineKind, Facts, Meeting
 from paceline.transport.group import Group, Watch
 from paceline.transport.network import Store, dist
-from paceline.transport.survey import Survey
+from paceline.transport.survey import Survey, find_address, own_addresses
 
 logger = logging.getLogger("paceline")
 

@@ -1,4 +1,4 @@
-"""Engines: their contract, their kinds by name, layers around them (small sums, tree sums), and one in memory.
+"""Engines: their contract, their kinds by name, and layers around them (small sums, tree sums).
 
 Here is the one list of the kinds. `register` adds one; PACELINE_BACKEND chooses by name.
 """

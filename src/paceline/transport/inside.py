@@ -1,23 +1,165 @@
-"""The processes of one worker: the head makes each call of the fleet, and its followers receive what it gave.
+"""The processes of one worker: its first process, the *head*, and the others, its *followers*.
 
-The head is the worker's first process and the fleet's member. A follower makes the same calls, and reaches nobody else.
+The head alone is a member of the fleet. Followers run the same script and make the same calls, and what a call gave on
+the head, they hear from it. So every message belongs to a call, by its label: one that belongs to another call shows
+that the script went another way in one of the processes.
+
+They find each other in `meet`, and form the process group in which they shard a model. ``paceline run
+--procs-per-worker`` says in variables which process of which worker this is. Under torchrun, PACELINE_PROCS_PER_WORKER
+alone says how many consecutive ranks make a worker.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
 
-from paceline.errors import FleetError
+from paceline import concurrency
+from paceline.errors import CallMismatch, FleetError, PacelineError
 from paceline.roster import Generation
 from paceline.transport.base import Pending, RoundTensors, Transport, made
 from paceline.transport.elastic.changes import MembershipChange, MembershipListener
-from paceline.transport.inside.links import Links, SharedTensor, opened, portable, rebuilt
+from paceline.transport.elastic.handover import bytes_of
+from paceline.transport.fixed import meeting_store
+from paceline.transport.network import dist, loopback_only
+
+PIECE = 1 << 24
+"""Bytes of a tensor that are sent at a time."""
+RETRY_S = 0.02
+MEET_S = 120.0
+"""How long the processes of a worker may be apart in starting."""
+
+
+def accept(socket: Path, followers: int) -> list[Connection]:
+    """Wait, in the head, for its followers at this path; return their connections, by shard."""
+    links: dict[int, Connection] = {}
+    with Listener(str(socket), family="AF_UNIX", backlog=max(1, followers)) as listener:
+        while len(links) < followers:
+            link = listener.accept()
+            links[link.recv()] = link
+    return [links[shard] for shard in sorted(links)]
+
+
+def connect(socket: Path, shard: int, *, wait: Callable[[], None]) -> Connection:
+    """Connect a follower to its head; ``wait`` waits a moment, and raises when that has lasted too long."""
+    while True:
+        try:
+            link = Client(str(socket), family="AF_UNIX")
+        except (FileNotFoundError, ConnectionRefusedError):
+            wait()
+            continue
+        link.send(shard)
+        return link
+
+
+class Links:
+    """This process's connections: the head's to all followers, or a follower's to the head."""
+
+    def __init__(self, links: Sequence[Connection], *, shard: int) -> None:
+        self._links, self._shard = list(links), shard
+
+    def send(self, label: str, kind: str, content: Any = None) -> None:
+        message = pickle.dumps((label, kind, content))  # tensors by value
+        for link in self._links:
+            self._guarded(lambda link=link: link.send_bytes(message))  # type: ignore[misc]
+
+    def receive(self, label: str) -> list[tuple[str, Any]]:
+        """Receive a message of this call by each connection: its kind and content."""
+        return [self._one(label, link) for link in self._links]
+
+    def _one(self, label: str, link: Connection) -> tuple[str, Any]:
+        theirs, kind, content = pickle.loads(self._guarded(link.recv_bytes))
+        if theirs != label:
+            raise CallMismatch(
+                f"one process of this worker is in {label} and another in {theirs}: every process of a worker must "
+                "make the same calls in the same order (decide by what is the same in all, never by fleet.is_leader)"
+            )
+        return str(kind), content
+
+    def send_tensor(self, tensor: torch.Tensor, *, to: int | None = None) -> None:
+        """Send a tensor, whatever its size, by every connection, or to one follower."""
+        links = self._links if to is None else [self._links[to - 1]]
+        array: Any = bytes_of(tensor).numpy()
+        data = memoryview(array)
+        for at in range(0, len(data), PIECE):
+            for link in links:
+                self._guarded(lambda link=link, at=at: link.send_bytes(data[at : at + PIECE]))  # type: ignore[misc]
+
+    def receive_tensor(self, tensor: torch.Tensor) -> None:
+        """Receive into a tensor of the size of the one sent; a follower's."""
+        data = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+        array: Any = data.numpy()
+        view, (link,) = memoryview(array), self._links
+        for at in range(0, len(view), PIECE):
+            self._guarded(lambda at=at: link.recv_bytes_into(view[at : at + PIECE]))  # type: ignore[misc]
+        with torch.no_grad():
+            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except (EOFError, OSError):
+            who = "the first process of this worker" if self._shard else "another process of this worker"
+            raise FleetError(f"{who} has ended") from None
+
+
+class SharedTensor:
+    """A tensor of zeros in memory that the processes of a worker share.
+
+    The head makes it, followers open it by its ``path``. It has no name in any folder, so nothing of it is left when
+    they end, whatever they die of.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        length = max(1, size) * dtype.itemsize
+        self._file = os.memfd_create("paceline")
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        os.truncate(self._file, length)
+        self.tensor = opened(self.path, size, dtype)
+
+    def all_have_it(self) -> None:
+        """Remove the name, once everybody has opened the tensor: it lives as long as somebody uses it."""
+        os.close(self._file)
+
+
+def opened(path: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensor that another process has made."""
+    return torch.from_file(path, shared=True, size=size, dtype=dtype)
+
+
+def portable(error: BaseException) -> tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]:
+    """Return an error in parts that can be sent, whatever its constructor takes."""
+    known = isinstance(error, (PacelineError, ValueError, TypeError, OSError, SystemExit, KeyboardInterrupt))
+    plain = {name: value for name, value in vars(error).items() if isinstance(value, (str, int, float))}
+    return (type(error), error.args, plain) if known else (FleetError, (f"{type(error).__name__}: {error}",), {})
+
+
+def rebuilt(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, Any]) -> BaseException:
+    """Return the error again, without calling its own constructor."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(fields)
+    if isinstance(error, SystemExit):
+        error.code = args[0] if args else None
+    return error
+
 
 T = TypeVar("T")
 
@@ -352,3 +494,146 @@ class FollowedLoop:
 
     def call_results_of_fleet(self) -> str:
         return self._follower.once("what the fleet's calls returned", lambda: "")
+
+
+MESH, JOINING = "shard", "joining"
+_JOINS, _RANKED = count(), count()
+"""A script may join several times: each time the processes of a worker meet elsewhere."""
+
+
+@dataclass(frozen=True)
+class ShardPosition:
+    """The position of one process: the ``shard``-th of ``shards`` that are a worker, which meet in ``folder``."""
+
+    shard: int
+    shards: int
+    folder: Path
+    ranked: tuple[int, int] | None = None
+    """Under torchrun: the worker's rank, and how many workers there are."""
+
+
+def position_from_env(at_the_end: ExitStack) -> ShardPosition | None:
+    """Return this process's position in its worker; None: a worker is one process.
+
+    What is made for the worker is undone ``at_the_end``.
+    """
+    if (text := os.environ.get("PACELINE_PROCS_PER_WORKER")) is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"PACELINE_PROCS_PER_WORKER is {text!r}; it is the number of processes of a worker, such as 2")
+    shards = int(text)
+    if "PACELINE_SHARD" in os.environ and "PACELINE_GROUP_DIR" in os.environ:
+        return ShardPosition(int(os.environ["PACELINE_SHARD"]), shards, Path(os.environ["PACELINE_GROUP_DIR"]))
+    return _by_rank(shards, at_the_end)
+
+
+def _by_rank(shards: int, at_the_end: ExitStack) -> ShardPosition:
+    """Make consecutive ranks of a launcher without groups one worker."""
+    if "RANK" not in os.environ:
+        raise ValueError(
+            "PACELINE_PROCS_PER_WORKER is set by hand: start with `paceline run --procs-per-worker N`, or with torchrun"
+        )
+    rank, world = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world % shards or here % shards:
+        raise ValueError(
+            f"PACELINE_PROCS_PER_WORKER={shards}: the {here} processes of this computer do not make whole groups of "
+            f"{shards}; start a multiple of {shards} on each computer"
+        )
+    worker, shard = divmod(rank, shards)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store, key = meeting_store(), f"paceline/inside/{restart}/{next(_RANKED)}/{worker}"
+    if shard == 0:
+        folder = at_the_end.enter_context(tempfile.TemporaryDirectory(prefix="paceline-group-"))
+        store.set(key, folder)
+    else:
+        folder = store.get(key).decode()
+    return ShardPosition(shard, shards, Path(folder), (worker, world // shards))
+
+
+def meet(position: ShardPosition, device: torch.device, *, elastic: bool, join: Callable[[], Transport]) -> Transport:
+    """Return this process's transport: the head joins the fleet, followers follow it."""
+    number = next(_JOINS)
+    socket = position.folder / f"head{number}"
+    if position.shard == 0:
+        links = Links(accept(socket, position.shards - 1), shard=0)
+    else:
+        links = Links([connect(socket, position.shard, wait=_Patience())], shard=position.shard)
+    _check_devices(_everybodys(links, str(device), first=position.shard == 0))
+    _form(position, device, number)
+    how: Any = {"shards": position.shards, "mesh": lambda: _mesh(device, position.shards)}
+    if position.shard == 0:
+        head = Head(join(), links, **how)
+        head.once(JOINING, lambda: None)
+        return cast(Transport, head)
+    if concurrency.current_thread() is concurrency.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):  # the head decides, and its followers end with it
+            signal.signal(number, signal.SIG_IGN)
+    follower = Follower(links, shard=position.shard, elastic=elastic, **how)
+    follower.once(JOINING, lambda: None)
+    return follower
+
+
+class _Patience:
+    """Waits for the head to be there, but not for ever."""
+
+    def __init__(self) -> None:
+        self._until = concurrency.monotonic() + MEET_S
+
+    def __call__(self) -> None:
+        if concurrency.monotonic() > self._until:
+            raise FleetError("the first process of this worker did not come to paceline.join()")
+        concurrency.sleep(RETRY_S)
+
+
+def _form(position: ShardPosition, device: torch.device, number: int) -> None:
+    """Make torch.distributed's default group the worker: `fully_shard` uses it."""
+    if dist.is_initialized():
+        raise ValueError(
+            "torch.distributed's default group is initialised already, and in a worker of several processes it is the "
+            "worker's own: leave init_process_group out"
+        )
+    store = dist.FileStore(str(position.folder / f"store{number}"), position.shards)
+    with loopback_only():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # Gloo cannot gather on GPUs
+        dist.init_process_group(backend, store=store, rank=position.shard, world_size=position.shards)
+
+
+def _everybodys(links: Links, own: str, *, first: bool) -> list[str]:
+    """Return the devices of a worker's processes, on each of them."""
+    if not first:
+        links.send(JOINING, "device", own)
+        return list(links.receive(JOINING)[0][1])
+    found = [own, *(str(theirs) for _, theirs in links.receive(JOINING))]
+    links.send(JOINING, "devices", found)
+    return found
+
+
+def _check_devices(devices: Sequence[str]) -> None:
+    """Raise ValueError unless the processes of a worker have a GPU each, or none has one.
+
+    PACELINE_BACKEND=nccl: NCCL is set up to share one.
+    """
+    gpus = [device for device in devices if device.startswith("cuda")]
+    if gpus and len(gpus) < len(devices):
+        raise ValueError(
+            f"the processes of a worker go through the model together, and these have {', '.join(devices)}: give each "
+            "a GPU, or all the CPU (--devices)"
+        )
+    if len(set(gpus)) < len(gpus) and os.environ.get("PACELINE_BACKEND", "").lower() != "nccl":
+        raise ValueError(
+            f"processes of a worker share a GPU ({', '.join(devices)}), where NCCL cannot join them: give each its own "
+            "with --devices, or all the CPU, or start smaller groups"
+        )
+
+
+def _mesh(device: torch.device, shards: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh  # takes a while to import, and few need it
+
+    return init_device_mesh(device.type, (shards,), mesh_dim_names=(MESH,))
+
+
+def leave_group() -> None:
+    """End the worker's process group with the worker."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
