@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Hashable, Iterator
@@ -33,6 +34,7 @@ from paceline import concurrency
 from paceline.checkpoint import parts
 from paceline.errors import FLEET_FAILED, FleetError
 from paceline.fleet import Fleet
+from paceline.gradients import Gradients
 from paceline.roster import RosterClient, RosterServer
 from paceline.roster.liveness import ENDED, ProcessState
 from paceline.training import join as joining
@@ -133,6 +135,8 @@ class World:
             stack.enter_context(mock.patch.object(gc, "get_referrers", _nothing))  # slow: it looks for scalers
             stack.enter_context(mock.patch.object(untracked, "named_in_script", _nothing))  # so does this for modules
             stack.enter_context(mock.patch.object(atexit, "register", _nothing))  # a process ends here, not this one
+            stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))  # it would hold the last errors
+            stack.enter_context(self._without_hooks())
             stack.enter_context(self._logging())
             scheduler.spawn(self._boot, name="boot", process=ROSTER)
             self.pending = 1
@@ -147,6 +151,22 @@ class World:
         verdict.problems += [f"THREAD {task.process} {task.name}: {_text(task.error)}" for task in failed]
         verdict.problems += [f"ENGINE {fault}" for fault in self.network.faults]
         return verdict
+
+    @contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        """Take the hooks of workers that were killed off their models: with these they form a cycle that torch hides
+        from the garbage collector."""
+        made: list[Gradients] = []
+        real = Gradients.__init__
+
+        def noted(gradients: Gradients, *args: Any, **options: Any) -> None:
+            made.append(gradients)
+            real(gradients, *args, **options)
+
+        with mock.patch.object(Gradients, "__init__", noted):
+            yield
+        for gradients in made:
+            gradients.detach()
 
     def _over(self) -> bool:
         return self.pending == 0 and self.living == 0
@@ -164,7 +184,7 @@ class World:
     def _host(self, *, expect: int) -> RosterServer:
         server = RosterServer(
             minimum=self.minimum,
-            maximum=8,
+            maximum=max(8, self.size + 2),
             token="token",
             expect=expect,
             door=MemoryDoor(self.rosters),
