@@ -28,7 +28,7 @@ from memory_connector import MemoryConnector
 from memory_roster import MemoryDoor, MemoryRosterConnection, MemoryStoreHost
 from memory_roster import MemoryNetwork as RosterNetwork
 from memory_store import MemoryServer
-from scheduler import Hang, Reaped, Scheduler
+from scheduler import Hang, Reaped, Scheduler, Task
 
 from paceline import concurrency
 from paceline.checkpoint import parts
@@ -42,6 +42,7 @@ from paceline.training import untracked
 from paceline.transport import Elastic
 from paceline.transport.elastic import handover
 from paceline.transport.engines.memory import MemoryNetwork
+from paceline.worker_exit import Leave
 
 KILLED, CRASHED = -9, 1
 ROSTER, LAUNCHER = "roster", "launcher"
@@ -70,6 +71,8 @@ class Process:
     transport: Elastic | None = None
     connection: MemoryRosterConnection | None = None
     outcome: Outcome | None = None
+    main: Task | None = None
+    """The thread that runs the program, while it does."""
 
     @property
     def key(self) -> str:
@@ -229,6 +232,7 @@ class World:
     def _work(self, process: Process) -> None:
         outcome = Outcome(0)
         try:
+            process.main = self.scheduler.current()
             outcome.value = self.program(self, process.slot)
         except Reaped:
             raise
@@ -239,6 +243,9 @@ class World:
         except BaseException as error:
             outcome = Outcome(CRASHED, error=_text(error))
             self.crashes.append(f"CRASH {process.key}: {_text(error)}")
+        finally:
+            if process.main is not None:
+                process.main.raises = process.main = None
         self._end(process, outcome)
         raise Reaped
 
@@ -370,11 +377,21 @@ class World:
         )
 
     def ask_to_leave(self, slot: int) -> None:
-        """SIGTERM, to a worker that is in its steps."""
+        """SIGTERM, to a worker that has joined; one that is at rest leaves at once (`paceline.worker_exit`)."""
         process = self.alive(slot)
-        if process is not None and process.transport is not None and not process.transport.at_rest:
-            self.note(f"SIGTERM {process.key}")
-            process.transport.leaving = True
+        if process is None or process.transport is None or process.transport.leaving or process.main is None:
+            return
+        self.note(f"SIGTERM {process.key}{' at rest' if process.transport.at_rest else ''}")
+        process.transport.leaving = True
+        if process.transport.at_rest:
+            self.scheduler.interrupt(process.main, Leave())
+
+    def interrupt(self, slot: int) -> None:
+        """Ctrl-C, wherever the worker's program is."""
+        process = self.alive(slot)
+        if process is not None and process.main is not None:
+            self.note(f"INTERRUPT {process.key}")
+            self.scheduler.interrupt(process.main, KeyboardInterrupt())
 
     def join(self, slot: int) -> None:
         """A further worker comes."""

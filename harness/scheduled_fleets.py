@@ -269,6 +269,8 @@ def inject(world: World, kind: str, slot: int) -> None:
         )
     elif kind == "leave":
         world.ask_to_leave(slot)
+    elif kind == "interrupt":
+        world.interrupt(slot)
     elif kind == "join":
         world.join(world.size + slot % 2)
     elif kind == "roster":

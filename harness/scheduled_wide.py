@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from memory_fleet import Verdict, World, fleet_of
+from memory_fleet import CRASHED, Verdict, World, fleet_of
 from scheduled_fleets import CODES, COMBINES, MICRO, PACES, TOO_LATE, Deadline, Ledger, data, play_fleet
 from torch import nn
 
@@ -27,7 +27,22 @@ CALLS = ("evaluate", "predict", "any", "barrier", "save")
 PARTS = ("model", "load", "autosave", "construct", "first", "between", "call", "end", "leave")
 """Where faults are counted from, each by its first occurrence in a worker's life."""
 THREADS = ("", "paceline-proxy", "received")
-FAULTS = ("kill", "kill", "kill for good", "freeze", "freeze", "leave", "join", "store", "peers", "wedge", "roster")
+FAULTS = (
+    "kill",
+    "kill",
+    "kill for good",
+    "freeze",
+    "freeze",
+    "leave",
+    "leave",
+    "interrupt",
+    "interrupt",
+    "join",
+    "store",
+    "peers",
+    "wedge",
+    "roster",
+)
 RARE = ("roster restarts", "kill all")
 
 
@@ -89,7 +104,7 @@ def draw_wide(seed: int) -> Wide:
         if not thread:
             point = 100 + int(dice.random() ** 1.3 * 2500 * size)
         faults.append((point, kind, dice.randrange(size), thread))
-    ends = {"kill", "kill for good", "leave", "kill all"}  # fewer than the minimum wait for ever
+    ends = {"kill", "kill for good", "leave", "kill all", "interrupt"}  # fewer than the minimum wait for ever
     return Wide(
         seed=seed,
         size=size,
@@ -220,8 +235,10 @@ def touched(wide: Wide) -> set[int]:
 
 def judge(wide: Wide, verdict: Verdict) -> None:
     """Add to the verdict what is wrong with how the run ended."""
+    stopped = {slot for _, kind, slot, _ in wide.faults if kind == "interrupt"}
+    verdict.problems[:] = [text for text in verdict.problems if not is_own(text, stopped)]
     for slot, outcome in verdict.outcomes.items():
-        if outcome.code not in CODES:
+        if outcome.code not in (*CODES, *((CRASHED,) if slot in stopped else ())):
             verdict.problems.append(f"CODE worker {slot} ended with {outcome.code}: {outcome.error}")
         elif outcome.code != 0 and slot not in touched(wide) and outcome.error != TOO_LATE:
             text = f"CODE worker {slot}, which no fault touched, ended with {outcome.code}: {outcome.error}"
@@ -235,6 +252,12 @@ def judge(wide: Wide, verdict: Verdict) -> None:
     judge_records([value["records"] for value in values], verdict)
     if values[0]["counted"] is not None:
         judge_ledger(wide, values[0]["counted"], verdict)
+
+
+def is_own(text: str, stopped: set[int]) -> bool:
+    """Return whether this is the traceback of a worker that Ctrl-C has ended."""
+    ours = any(text.startswith(f"CRASH worker {slot}.") for slot in stopped)
+    return ours and text.splitlines()[-1].startswith("KeyboardInterrupt")
 
 
 def judge_records(histories: list[list[dict[str, Any]]], verdict: Verdict) -> None:
