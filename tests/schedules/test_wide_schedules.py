@@ -9,6 +9,8 @@ from scheduled_wide import draw_wide, play_wide
 from scheduler import Task
 
 CHUNK, LONG_CHUNK, LONG = 20, 100, 2_000
+FOUND = (40705,)
+"""Seeds that showed a bug which is mended since."""
 
 
 def ends_well(seed: int) -> None:
@@ -23,6 +25,13 @@ def ends_well(seed: int) -> None:
 def test_wide_scripts_end_well_whatever_the_schedule(start: int) -> None:
     for seed in range(start, start + CHUNK):
         ends_well(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.parametrize("seed", FOUND)
+def test_what_was_found_is_mended(seed: int) -> None:
+    ends_well(seed)
 
 
 @pytest.mark.long

@@ -108,8 +108,9 @@ class Deadlines:
 
     def close(self, *, orderly: bool) -> None:
         if orderly:
-            self._give()
-            self.promises.close()
+            if self._loop.position.finished:
+                self._give()
+            self.promises.close()  # whoever takes over a copy does not see the step behind which the script left
             self.promises.join()
         self.proxy.stop_together() if orderly and not self._loop.position.finished else self.proxy.stop()
         if orderly:
