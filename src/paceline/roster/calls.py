@@ -97,17 +97,23 @@ class Mismatch(NamedTuple):
     """Equal for those that can meet."""
 
     def strangers(self, since: Mapping[int, int]) -> list[int]:
-        """Return those that came after the first of these workers and differ from these, who do not differ themselves.
+        """Return those whose calls are not the fleet's (`strangers`)."""
+        return strangers(self.courses, since)
 
-        Empty where nobody can say whose calls are the fleet's. ``since``: the generation that each was in first.
 
-        >>> calls = Mismatch({}, {0: "a round", 1: "a round", 2: "fleet.save()"})
-        >>> calls.strangers({0: 1, 1: 1, 2: 5}), calls.strangers({0: 1, 1: 1, 2: 1})
-        ([2], [])
-        """
-        first = min(since[id] for id in self.courses)
-        known = {course for id, course in self.courses.items() if since[id] == first}
-        return [id for id, course in self.courses.items() if course not in known] if len(known) == 1 else []
+def strangers(courses: Mapping[int, Any], since: Mapping[int, int]) -> list[int]:
+    """Return the workers that came after the first of these and differ from these, who do not differ themselves.
+
+    Empty where nobody can tell who is right. ``courses``: what should be equal; ``since``: the generation that each
+    worker was in first.
+
+    >>> courses = {0: "a round", 1: "a round", 2: "fleet.save()"}
+    >>> strangers(courses, {0: 1, 1: 1, 2: 5}), strangers(courses, {0: 1, 1: 1, 2: 1})
+    ([2], [])
+    """
+    first = min(since[id] for id in courses)
+    known = {course for id, course in courses.items() if since[id] == first}
+    return [id for id, course in courses.items() if course not in known] if len(known) == 1 else []
 
 
 def mismatch(heard: Mapping[int, Heard]) -> Mismatch | None:

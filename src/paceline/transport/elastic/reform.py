@@ -279,6 +279,7 @@ class Reform:
                 self.connector.forget_store()  # its connection may be what broke
                 raise forming.failed(error) from None
             raise
+        self._transport.since = self._transport.since or generation.number
         self.now = generation
         self.group = group  # after its number: see `break_off`
         self._forming = None  # only now: a generation that ends meanwhile finds its group in the one or the other
