@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Hashable, Iterator
@@ -28,18 +29,20 @@ from memory_engine import MemoryNetwork
 from memory_roster import MemoryDoor, MemoryRosterConnection, MemoryStoreHost
 from memory_roster import MemoryNetwork as RosterNetwork
 from memory_store import MemoryServer
-from scheduler import Hang, Reaped, Scheduler
+from scheduler import Hang, Reaped, Scheduler, Task
 
 from paceline import concurrency
 from paceline.checkpoint import parts
 from paceline.errors import FLEET_FAILED, FleetError
 from paceline.fleet import Fleet
+from paceline.gradients import Gradients
 from paceline.roster import RosterClient, RosterServer
 from paceline.roster.liveness import ENDED, ProcessState
 from paceline.training import join as joining
 from paceline.training import untracked
 from paceline.transport import Elastic
 from paceline.transport.elastic import handover
+from paceline.worker_exit import Leave
 
 KILLED, CRASHED = -9, 1
 ROSTER, LAUNCHER = "roster", "launcher"
@@ -68,6 +71,8 @@ class Process:
     transport: Elastic | None = None
     connection: MemoryRosterConnection | None = None
     outcome: Outcome | None = None
+    main: Task | None = None
+    """The thread that runs the program, while it does."""
 
     @property
     def key(self) -> str:
@@ -133,6 +138,8 @@ class World:
             stack.enter_context(mock.patch.object(gc, "get_referrers", _nothing))  # slow: it looks for scalers
             stack.enter_context(mock.patch.object(untracked, "named_in_script", _nothing))  # so does this for modules
             stack.enter_context(mock.patch.object(atexit, "register", _nothing))  # a process ends here, not this one
+            stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))  # it would hold the last errors
+            stack.enter_context(self._without_hooks())
             stack.enter_context(self._logging())
             scheduler.spawn(self._boot, name="boot", process=ROSTER)
             self.pending = 1
@@ -147,6 +154,22 @@ class World:
         verdict.problems += [f"THREAD {task.process} {task.name}: {_text(task.error)}" for task in failed]
         verdict.problems += [f"ENGINE {fault}" for fault in self.network.faults]
         return verdict
+
+    @contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        """Take the hooks of workers that were killed off their models: with these they form a cycle that torch hides
+        from the garbage collector."""
+        made: list[Gradients] = []
+        real = Gradients.__init__
+
+        def noted(gradients: Gradients, *args: Any, **options: Any) -> None:
+            made.append(gradients)
+            real(gradients, *args, **options)
+
+        with mock.patch.object(Gradients, "__init__", noted):
+            yield
+        for gradients in made:
+            gradients.detach()
 
     def _over(self) -> bool:
         return self.pending == 0 and self.living == 0
@@ -164,7 +187,7 @@ class World:
     def _host(self, *, expect: int) -> RosterServer:
         server = RosterServer(
             minimum=self.minimum,
-            maximum=8,
+            maximum=max(8, self.size + 2),
             token="token",
             expect=expect,
             door=MemoryDoor(self.rosters),
@@ -209,6 +232,7 @@ class World:
     def _work(self, process: Process) -> None:
         outcome = Outcome(0)
         try:
+            process.main = self.scheduler.current()
             outcome.value = self.program(self, process.slot)
         except Reaped:
             raise
@@ -219,6 +243,9 @@ class World:
         except BaseException as error:
             outcome = Outcome(CRASHED, error=_text(error))
             self.crashes.append(f"CRASH {process.key}: {_text(error)}")
+        finally:
+            if process.main is not None:
+                process.main.raises = process.main = None
         self._end(process, outcome)
         raise Reaped
 
@@ -350,11 +377,21 @@ class World:
         )
 
     def ask_to_leave(self, slot: int) -> None:
-        """SIGTERM, to a worker that is in its steps."""
+        """SIGTERM, to a worker that has joined; one that is at rest leaves at once (`paceline.worker_exit`)."""
         process = self.alive(slot)
-        if process is not None and process.transport is not None and not process.transport.at_rest:
-            self.note(f"SIGTERM {process.key}")
-            process.transport.leaving = True
+        if process is None or process.transport is None or process.transport.leaving or process.main is None:
+            return
+        self.note(f"SIGTERM {process.key}{' at rest' if process.transport.at_rest else ''}")
+        process.transport.leaving = True
+        if process.transport.at_rest:
+            self.scheduler.interrupt(process.main, Leave())
+
+    def interrupt(self, slot: int) -> None:
+        """Ctrl-C, wherever the worker's program is."""
+        process = self.alive(slot)
+        if process is not None and process.main is not None:
+            self.note(f"INTERRUPT {process.key}")
+            self.scheduler.interrupt(process.main, KeyboardInterrupt())
 
     def join(self, slot: int) -> None:
         """A further worker comes."""

@@ -233,7 +233,7 @@ def play_fleet(
         minimum: The workers without which a fleet waits.
     """
     torch.set_num_threads(1)
-    scheduler = Scheduler(name)
+    scheduler = Scheduler(name, limit_points=600_000 + 200_000 * max(0, size - 5))
     with (
         Folder() as folder,
         mock.patch.object(catch_up, "MOST_BYTES", most_bytes),
@@ -258,6 +258,8 @@ def inject(world: World, kind: str, slot: int) -> None:
     dice = world.scheduler.rng
     if kind == "kill":
         world.kill(slot, again=dice.random() < 0.6, told=dice.random() < 0.8)
+    elif kind == "restart":
+        world.kill(slot, again=True)
     elif kind == "kill for good":
         world.kill(slot, again=False, told=dice.random() < 0.5)
     elif kind == "freeze":
@@ -267,6 +269,8 @@ def inject(world: World, kind: str, slot: int) -> None:
         )
     elif kind == "leave":
         world.ask_to_leave(slot)
+    elif kind == "interrupt":
+        world.interrupt(slot)
     elif kind == "join":
         world.join(world.size + slot % 2)
     elif kind == "roster":
@@ -277,6 +281,9 @@ def inject(world: World, kind: str, slot: int) -> None:
         world.cut_peers(slot, (slot + 1) % world.size)
     elif kind == "wedge":
         world.wedge(slot)
+    elif kind == "kill all":
+        for one in list(world.newest):
+            world.kill(one, again=True)
     elif kind == "roster restarts":
         world.restart_roster(dice.choice((0.05, 0.5, 3.0)))
 

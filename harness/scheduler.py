@@ -50,6 +50,8 @@ class Task:
         self.priority = scheduler.rng.random()
         self.joiners: list[Task] = []
         self.error: BaseException | None = None
+        self.raises: BaseException | None = None
+        """What a signal's handler raises in this thread, at its next point or in its wait."""
         self.handle: Any = self
         """What `current_thread` gives."""
         self.number = len(scheduler.tasks)
@@ -229,6 +231,16 @@ class Scheduler:
         for task in [task for task in self._alive if task.process == process]:
             self._alive.remove(task)
 
+    def interrupt(self, task: Task, error: BaseException) -> None:
+        """Raise this in a thread, as the handler of a signal does in the main one, at its next point or in its wait."""
+        task.raises = error
+        self._wake(task)
+
+    def _raise(self, me: Task) -> None:
+        error, me.raises = me.raises, None
+        assert error is not None
+        raise error
+
     # -- the baton -------------------------------------------------------------------------------------------------
 
     def current(self) -> Task:
@@ -242,6 +254,8 @@ class Scheduler:
         me = self._current
         if self.over or me is None or me.process in self.dead:
             raise Reaped
+        if me.raises is not None:
+            self._raise(me)
         points = self.points = self.points + 1
         self.now += TICK_S
         if (me.events and self._count_own(me)) or (self._events and self._events[0][0] <= points):
@@ -267,12 +281,16 @@ class Scheduler:
         me = self._current
         if self.over or me is None or me.process in self.dead:
             raise Reaped
+        if me.raises is not None:
+            self._raise(me)
         self.points += 1
         me.runnable, me.wake_at, me.timed_out = False, until, False
         if self._events and self._events[0][0] <= self.points:
             self._happen()
         self._pass_on(me)
         me.wake_at = None
+        if me.raises is not None:
+            self._raise(me)
         return not me.timed_out
 
     @contextmanager
@@ -432,9 +450,11 @@ class Lock:
             if not blocking:
                 return False
             self._waiting.append(me)
-            woken = scheduler.block(until)
-            if me in self._waiting:
-                self._waiting.remove(me)
+            try:
+                woken = scheduler.block(until)
+            finally:
+                if me in self._waiting:
+                    self._waiting.remove(me)
             if not woken and self._owner is not None:
                 return False
         self._owner, self._count = me, 1
@@ -497,8 +517,8 @@ class Condition:
         finally:
             if me in self._waiting:
                 self._waiting.remove(me)
-        self._lock.acquire()
-        self._lock._count = count
+            self._lock.acquire()  # also where a signal ends the wait
+            self._lock._count = count
         return woken
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
@@ -544,8 +564,12 @@ class Event:
         until = None if timeout is None else scheduler.now + max(timeout, TICK_S)
         while not self._set:
             self._waiting.append(me)
-            if not scheduler.block(until):
-                break
+            try:
+                if not scheduler.block(until):
+                    break
+            finally:
+                if me in self._waiting:
+                    self._waiting.remove(me)
         return self._set
 
 
@@ -568,8 +592,12 @@ class SimpleQueue:
             if not block:
                 raise Empty
             self._waiting.append(me)
-            if not scheduler.block(until) and not self._items:
-                raise Empty
+            try:
+                if not scheduler.block(until) and not self._items:
+                    raise Empty
+            finally:
+                if me in self._waiting:
+                    self._waiting.remove(me)
         return self._items.pop(0)
 
     def get_nowait(self) -> Any:
@@ -622,9 +650,13 @@ class Thread:
         scheduler.point()
         until = None if timeout is None else scheduler.now + max(timeout, TICK_S)
         while self._task is not None and not self._task.done:
-            self._task.joiners.append(scheduler.current())
-            if not scheduler.block(until):
-                return
+            me = scheduler.current()
+            self._task.joiners.append(me)
+            try:
+                if not scheduler.block(until):
+                    return
+            finally:
+                self._task.joiners.remove(me)
 
 
 def _wake_all(scheduler: Scheduler, waiting: list[Task]) -> None:

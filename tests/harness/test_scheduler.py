@@ -192,3 +192,30 @@ def test_a_seed_replays_its_order_and_seeds_draw_unlike_ones() -> None:
     assert orders == [order(seed) for seed in SEEDS]
     assert len(set(orders)) > 3
     assert all(sorted(one) == sorted("abc" * 12) for one in orders)
+
+
+def test_a_signal_ends_a_wait_and_the_lock_is_held_again_while_it_passes() -> None:
+    seen: list[str] = []
+
+    def waits() -> None:
+        condition = concurrency.Condition()
+        for wait in (
+            lambda: condition.wait(),
+            lambda: condition.wait_for(lambda: False),
+            lambda: concurrency.sleep(90),
+        ):
+            try:
+                with condition:
+                    wait()
+            except KeyboardInterrupt:
+                seen.append("interrupted")
+        with condition:
+            seen.append("free")
+
+    def signals(scheduler: Scheduler) -> None:
+        for seconds in (1.0, 2.0, 3.0):
+            scheduler.after(seconds, lambda: scheduler.interrupt(scheduler.tasks[0], KeyboardInterrupt()))
+
+    scheduler = run(waits, before=signals)
+    assert seen == [*["interrupted"] * 3, "free"]
+    assert scheduler.now < 1010.0

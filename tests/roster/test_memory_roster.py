@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from memory_roster import MemoryDoor, MemoryNetwork, MemoryRosterConnection, MemoryStoreHost
 
+from paceline.errors import FleetError
 from paceline.roster import Generation, RosterClient, RosterServer, client, liveness, timeouts, wire
 from paceline.roster.door import Closed
 from paceline.roster.liveness import ENDED, ProcessState
@@ -228,3 +229,18 @@ def test_waking_the_door_ends_the_wait_that_follows() -> None:
     door, _, _ = connected()
     door.wake()
     assert door.wait(WITHIN_S) == []
+
+
+def test_a_client_whose_thread_fails_ends_its_worker_which_would_wait_for_ever(fleet: MemoryFleet) -> None:
+    """Memory or threads have run out, for instance: nobody would read what the roster sends."""
+    members = fleet.begin(2)
+    fleet.ask(*members, after=0)
+
+    def fails() -> None:
+        raise RuntimeError("can't start new thread")
+
+    members[1].client.on_beat = fails
+    with pytest.raises(FleetError, match=r"the thread that listens to the roster failed \(can't start new thread\)"):
+        fleet.ask(members[1], after=1)
+    assert members[1].over.wait(WITHIN_S), "its rounds are broken off, too"
+    assert members[0].over.wait(WITHIN_S), "the others go on"

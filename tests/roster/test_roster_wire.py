@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.roster import liveness
-from paceline.roster.calls import Beat, Heard, Spot, mismatch, waited_for
+from paceline.roster.calls import Beat, Heard, Mismatch, Spot, mismatch, sentence, waited_for
 from paceline.roster.liveness import (
     BUSY,
     CEILING_S,
@@ -154,26 +154,37 @@ NAMES = {0: "worker 0 (cpu)", 1: "worker 1 (cpu)", 2: "worker 2 (cpu)"}
 
 
 def test_unlike_calls_under_one_number_are_named() -> None:
-    text = mismatch({0: waiting(7, "a round"), 1: waiting(7, "fleet.save()"), 2: waiting(7, "a round")}, NAMES)
-    assert text is not None
-    assert text.startswith(
+    unlike = mismatch({0: waiting(7, "a round"), 1: waiting(7, "fleet.save()"), 2: waiting(7, "a round")})
+    assert unlike is not None
+    assert sentence(unlike.labels, NAMES).startswith(
         "workers 0 and 2 called a round, but worker 1 (cpu) called fleet.save(): "
         "every worker must make the same calls in the same order"
     )
 
 
 def test_one_beat_is_not_enough_to_judge_by() -> None:
-    assert mismatch({0: waiting(7, "a round"), 1: waiting(7, "fleet.save()", beats=1)}, NAMES) is None
+    assert mismatch({0: waiting(7, "a round"), 1: waiting(7, "fleet.save()", beats=1)}) is None
 
 
 def test_workers_in_calls_of_other_numbers_are_only_slow() -> None:
-    assert mismatch({0: waiting(7, "a round"), 1: waiting(6, "fleet.save()"), 2: working(6, "step 4")}, NAMES) is None
+    assert mismatch({0: waiting(7, "a round"), 1: waiting(6, "fleet.save()"), 2: working(6, "step 4")}) is None
 
 
 def test_a_worker_that_went_past_a_call_is_named() -> None:
-    text = mismatch({0: waiting(7, "fleet.save()"), 1: working(6, "step 5", begun=6)}, NAMES)
-    assert text is not None
-    assert "worker 0 (cpu) called fleet.save(), but worker 1 (cpu) called step 5 without it" in text
+    unlike = mismatch({0: waiting(7, "fleet.save()"), 1: working(6, "step 5", begun=6), 2: working(6, "", begun=7)})
+    assert unlike is not None
+    text = sentence(unlike.labels, NAMES)
+    assert text.startswith("worker 0 (cpu) called fleet.save(), but worker 1 (cpu) called step 5 without it")
+    assert unlike.strangers({0: 3, 1: 1, 2: 1}) == [0]
+    assert unlike.strangers({0: 1, 1: 3, 2: 4}) == [1, 2]
+    assert not unlike.strangers({0: 1, 1: 3, 2: 1}), "the first ones differ themselves"
+
+
+def test_those_who_came_later_are_strangers_where_the_first_ones_agree() -> None:
+    unlike = Mismatch({}, {0: "a round", 1: "fleet.save()", 2: "a round", 3: "fleet.any()"})
+    assert unlike.strangers({0: 2, 1: 4, 2: 2, 3: 5}) == [1, 3]
+    assert unlike.strangers({0: 3, 1: 2, 2: 3, 3: 3}) == [0, 2, 3]
+    assert not unlike.strangers({0: 2, 1: 2, 2: 2, 3: 5})
 
 
 def test_whoever_waits_long_is_told_for_whom_at_growing_intervals() -> None:

@@ -88,8 +88,36 @@ class Heard:
         return bool(self.beat.waits()) and now - self.since > reminder_due_s(self.reminded)
 
 
-def mismatch(heard: Mapping[int, Heard], names: Mapping[int, str]) -> str | None:
-    """Return a sentence that names members of one generation whose calls can never meet; None when all is well."""
+class Mismatch(NamedTuple):
+    """Members of one generation whose calls can never meet."""
+
+    labels: Mapping[int, str]
+    """What each of them called."""
+    courses: Mapping[int, str]
+    """Equal for those that can meet."""
+
+    def strangers(self, since: Mapping[int, int]) -> list[int]:
+        """Return those whose calls are not the fleet's (`strangers`)."""
+        return strangers(self.courses, since)
+
+
+def strangers(courses: Mapping[int, Any], since: Mapping[int, int]) -> list[int]:
+    """Return the workers that came after the first of these and differ from these, who do not differ themselves.
+
+    Empty where nobody can tell who is right. ``courses``: what should be equal; ``since``: the generation that each
+    worker was in first.
+
+    >>> courses = {0: "a round", 1: "a round", 2: "fleet.save()"}
+    >>> strangers(courses, {0: 1, 1: 1, 2: 5}), strangers(courses, {0: 1, 1: 1, 2: 1})
+    ([2], [])
+    """
+    first = min(since[id] for id in courses)
+    known = {course for id, course in courses.items() if since[id] == first}
+    return [id for id, course in courses.items() if course not in known] if len(known) == 1 else []
+
+
+def mismatch(heard: Mapping[int, Heard]) -> Mismatch | None:
+    """Return members of one generation whose calls can never meet; None when all is well."""
     spots = {id: one.beat.spots[CALLS] for id, one in heard.items() if CALLS in one.beat.spots}
     begun = {id: one.beat.begun for id, one in heard.items()}
     steady = {id: spot for id, spot in spots.items() if spot.waiting and heard[id].steady >= STEADY}
@@ -98,9 +126,10 @@ def mismatch(heard: Mapping[int, Heard], names: Mapping[int, str]) -> str | None
         if (where := (spot, begun[id])) in looked_at:  # in a large fleet nearly all are where others are, too
             continue
         looked_at.add(where)
-        unlike = unlike_labels(id, steady) or passed_by(id, spots, begun)
-        if unlike:
-            return sentence(unlike, names)
+        if unlike := unlike_labels(id, steady):
+            return Mismatch(unlike, unlike)
+        if unlike := passed_by(id, spots, begun):
+            return Mismatch(unlike, {other: unlike[id] if other == id else "" for other in unlike})
     return None
 
 

@@ -192,6 +192,16 @@ class RosterClient:
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # memory or threads have run out: who waits here would wait for ever
+            logger.exception("the thread that listens to the roster failed")
+            self._fail(FleetError(f"the thread that listens to the roster failed ({_brief(error)})"))
+        if self._connection is not None:
+            self._connection.close()
+
+    def _serve(self) -> None:
+        """Attend to the roster, and look for it whenever it is away, until this worker leaves."""
         while not self._closing:
             connection, since = self._connection, concurrency.monotonic()
             assert connection is not None
@@ -212,8 +222,6 @@ class RosterClient:
                     if concurrency.monotonic() - since < BEAT_S:  # a roster that lets everybody in and loses them again
                         self._pause(BEAT_S)
                     self._find_again()
-        if self._connection is not None:
-            self._connection.close()
 
     def _attend(self, connection: RosterConnection) -> None:
         """Beat and listen until the connection breaks or the worker leaves."""

@@ -6,7 +6,7 @@ in `MembershipRules.drain` what is to be sent (`Tell`) and what an onlooker may 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,6 +239,13 @@ class MembershipRules:
             self._tell(self.roster.workers, {"fail": kind, "text": text})
             self._note("failed", error=kind, text=text)
 
+    def refuse(self, ids: Sequence[int], kind: str, text: str) -> None:
+        """End the run for these workers alone."""
+        for id in ids:
+            self.roster.workers[id].refused = True
+        self._tell(ids, {"fail": kind, "text": text})
+        self._note("failed", error=kind, text=text)
+
     # -- consequences ----------------------------------------------------------------------------------------------
 
     def consider(self) -> None:
@@ -330,6 +337,8 @@ class MembershipRules:
         stale = [id for id in dropped if (asked := roster.workers[id].ready) and not asked.fresh]
         for id in (*draft.workers, *stale):  # a dropped one that holds state has to ask again, without it
             roster.workers[id].ready = None
+        for id in draft.workers:
+            roster.workers[id].since = roster.workers[id].since or generation.number
         self.unsaved, roster.searching = True, False
         self._tell(draft.workers, {"generation": generation.to_json()})
         self._note("generation", **generation.to_json(), names=[roster.workers[id].name for id in draft.workers])

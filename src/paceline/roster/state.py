@@ -123,6 +123,10 @@ class RegisteredWorker:
     doing: str = "starting"
     told: str = ""
     """The reason for its wait that it was last told."""
+    since: int = 0
+    """The first generation that it was in, as far as this roster knows; 0: none yet."""
+    refused: bool = False
+    """It was told that its calls are not the fleet's, and ends."""
 
 
 @dataclass

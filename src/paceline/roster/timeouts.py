@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.roster.calls import mismatch, name_workers, waited_for
+from paceline.roster.calls import Heard, Mismatch, mismatch, name_workers, sentence, waited_for
 from paceline.roster.door import WorkerConnection
 from paceline.roster.liveness import BUSY, CHECK_S, FROZEN, GONE, UNKNOWN, ProcessState, SilenceCheck
 from paceline.roster.membership_rules import MembershipRules
@@ -124,21 +124,37 @@ class Timeouts:
                 self._away[id, session] = (now + ABSENT_S - RETURN_S, lambda: UNKNOWN)
 
     def _check_calls(self, now: float) -> None:
-        """End the run when calls can never meet; remind a worker that waits long for whom it does."""
+        """End the run, or a newcomer's part in it, when calls can never meet.
+
+        Remind a worker that waits long for whom it does.
+        """
         last = self._rules.roster.last
         if last is None or last.over or self._rules.failure:
             return
         heard = {id: self._workers[id].heard for id in last.alive() if id in self._workers}
         here = {id: one for id, one in heard.items() if one.beat.generation == last.number}
-        text = mismatch(here, name_workers(last.generation.facts))
-        if text:
-            self._rules.fail("mismatch", text)
+        if (unlike := mismatch(self._still_asked(here))) is not None:
+            self._end_unlike(unlike, sentence(unlike.labels, name_workers(last.generation.facts)))
             return
         for id, one in here.items():
             if one.reminder_is_due(now):
                 one.reminded += 1
                 label, whom = waited_for(id, heard)
                 self._workers[id].send({"nag": f"{label}: waiting for {whom or 'the network'}"})
+
+    def _still_asked(self, heard: dict[int, Heard]) -> dict[int, Heard]:
+        """Return those of whom none has been told that its calls are not the fleet's."""
+        workers = self._rules.roster.workers
+        return {id: one for id, one in heard.items() if (worker := workers.get(id)) and not worker.refused}
+
+    def _end_unlike(self, unlike: Mismatch, text: str) -> None:
+        """End the run for those who came later with other calls than the fleet's; for all, where nobody can tell."""
+        workers = self._rules.roster.workers
+        strangers = unlike.strangers({id: workers[id].since for id in unlike.courses})
+        if strangers:
+            self._rules.refuse(strangers, "mismatch", f"{text}. The others train on: they were there before")
+        else:
+            self._rules.fail("mismatch", text)
 
     def _check_waiting(self, now: float) -> None:
         """Report what a generation waits for: now and then to those who wait, and once it lasts to onlookers.

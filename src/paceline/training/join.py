@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline import machines
-from paceline.errors import FleetError
+from paceline.errors import FleetError, MisuseError
 from paceline.pace import MinimalPacer, Pacer, deadlines_needed, may_set_deadlines
 from paceline.pace import make as make_pacer
 from paceline.renamed import check_variables
@@ -43,6 +43,10 @@ _hidden: dict[str, str] = {}
 def hide_variables(names: Iterable[str]) -> None:
     """Remove these variables from the environment; `join_training` still sees them."""
     _hidden.update({name: os.environ.pop(name) for name in names if name in os.environ})
+
+
+_ended: set[tuple[str, str]] = set()
+"""Address and token of each roster whose run this process has come to the end of."""
 
 
 @contextmanager
@@ -166,7 +170,7 @@ def _make_transport(
 
     def join() -> Transport:
         if joins_roster():
-            return Elastic(device, emulated=emulated, cpu_engine=cpu_engine)
+            return _join_roster(device, emulated, at_the_end, cpu_engine=cpu_engine)
         if not launched():
             refuse_mpi()
             return Alone()
@@ -177,6 +181,20 @@ def _make_transport(
         return join()
     at_the_end.callback(leave_group)
     return meet(position, device, elastic=joins_roster(), join=join)
+
+
+def _join_roster(device: torch.device, emulated: str | None, at_the_end: ExitStack, *, cpu_engine: bool) -> Elastic:
+    """Return the transport to a fleet whose workers come and go, once per process and run."""
+    run = (os.environ["PACELINE_ROSTER"], os.environ.get("PACELINE_TOKEN", ""))
+    if run in _ended:
+        raise MisuseError(
+            "a second paceline.join() in one script, where workers come and go: the run ended with the first, and a "
+            "worker that joined later would begin with that; make several loops (fleet.steps) in one paceline.join(), "
+            "or write one script per training"
+        )
+    transport = Elastic(device, emulated=emulated, cpu_engine=cpu_engine)
+    at_the_end.callback(lambda: _ended.add(run) if transport.finished else None)
+    return transport
 
 
 def _slot() -> int:

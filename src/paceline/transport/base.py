@@ -191,6 +191,8 @@ class Transport(Collective, Protocol):
     """This worker was asked to leave, and does so after the step."""
     at_rest: bool = True
     """This worker is at no step: it may leave at once."""
+    since: int = 0
+    """The first generation that this worker was in, where workers come and go."""
     roster_away: bool = False
     """Signals do not come through: the roster, which keeps the store, is away."""
     workers: tuple[int, ...]

@@ -47,8 +47,8 @@ class Watch(Protocol):
     def failed(self, error: BaseException, group: Group | None = None) -> Exception:
         """Return what to raise for an engine's error, in this ``group`` or in the one that stands."""
 
-    def unlike_calls(self, labels: dict[int, str]) -> Exception:
-        """Return what to raise when workers met in unlike calls."""
+    def unlike_calls(self, labels: dict[int, str]) -> Exception | None:
+        """Return what to raise when workers met in unlike calls; None where that is decided elsewhere, for each."""
 
 
 # -- threads that wait in an engine --------------------------------------------------------------------------------
@@ -61,6 +61,8 @@ LEAVE_S = 5.0
 """How long a thread may stay in the engine after its connections were shut."""
 SLICE_S = 0.1
 """How often that is looked at: a process that was stopped for long has had no time to leave."""
+DECIDE_S = 0.05
+"""Between two looks at whether it is decided whose calls are the fleet's."""
 STUCK = "paceline: a thread of this worker is stuck in Gloo after its connections were shut; it ends, and can come back"
 
 
@@ -250,13 +252,21 @@ class Group:
             self.wait_for(others, watch=watch)
         answers = [[label, json.loads(json.dumps(value))], *(read_json(store, other) for other in others)]
         if any(theirs != label for theirs, _ in answers):
-            raise watch.unlike_calls({rank: theirs for rank, (theirs, _) in enumerate(answers)})
+            raise self._unlike({rank: theirs for rank, (theirs, _) in enumerate(answers)}, watch)
         values = [theirs for _, theirs in answers]
         store.set(f"{key}/all", json.dumps(values))
         for old in (*others, *self._spent):  # everybody has read the list before this one
             store.delete_key(old)
         self._spent = [f"{key}/all"]
         return values
+
+    def _unlike(self, labels: dict[int, str], watch: Watch) -> Exception:
+        """Return the error of unlike calls; the watch raises it where that is decided elsewhere, for each worker."""
+        while (error := watch.unlike_calls(labels)) is None:
+            watch.check()
+            watch.check_group(self)
+            concurrency.sleep(DECIDE_S)
+        return error
 
     def wait_for(self, keys: list[str], *, watch: Watch) -> None:
         """Return when all these keys are in the store."""

@@ -26,6 +26,7 @@ from paceline.errors import MisuseError
 from paceline.gradients import Header
 from paceline.gradients.buffers import sums_of
 from paceline.gradients.header import number_of
+from paceline.roster.calls import strangers
 from paceline.settings import must_agree
 from paceline.step.checks.replicas import fingerprint, likely_causes
 from paceline.step.step_state import StepState
@@ -222,14 +223,32 @@ CAUSE = (
 
 
 def check_order(transport: Transport, dealing: Dealing) -> None:
-    """Raise ValueError on every worker, with the first position that differs, when their orders are not the same."""
+    """Raise ValueError, with the first position that differs, when the workers' orders are not the same.
+
+    Every worker raises it, or those alone that came later with another order than the fleet's.
+    """
     digest = dealing.order_digest()
     if digest is None:
         return
     label = f"order({dealing.epoch})"
-    everybody = must_agree(transport, label, {}, also={"digest": digest})
-    if len({theirs["digest"] for theirs in everybody}) > 1:
-        raise ValueError(f"workers disagree in {label}{_where(transport, label, dealing.drawn())}. {CAUSE}")
+    everybody = must_agree(transport, label, {}, also={"digest": digest, "since": transport.since})
+    digests = [theirs["digest"] for theirs in everybody]
+    if len(set(digests)) > 1:
+        where = _where(transport, label, dealing.drawn())
+        if is_to_end(digest, digests, [theirs["since"] for theirs in everybody]):
+            raise ValueError(f"workers disagree in {label}{where}. {CAUSE}")
+
+
+def is_to_end(mine: Any, values: Sequence[Any], since: Sequence[int]) -> bool:
+    """Return whether a worker with this value is to end, because unlike ones were found.
+
+    That is every worker, or those alone that came later and differ from the first ones.
+
+    >>> [is_to_end(mine, "aab", [1, 1, 4]) for mine in "ab"], [is_to_end(mine, "aab", [1, 1, 1]) for mine in "ab"]
+    ([False, True], [True, True])
+    """
+    found = strangers(dict(enumerate(values)), dict(enumerate(since)))
+    return not found or mine in {values[rank] for rank in found}
 
 
 def _where(transport: Transport, label: str, numbers: NDArray[np.int64]) -> str:

@@ -236,7 +236,10 @@ class DeadlineRound(StepRound):
             deadlines.in_flight.count_landed()
             step_state.enter(RoundPhase.CLOSED)
             counts = step_state.began is not None and (
-                step_state.plan.wait_for is None or step_state.idle or step_state.last
+                step_state.plan.wait_for is None
+                or step_state.idle
+                or step_state.last
+                or bool(step_state.ranges)  # a lap below the floor has counted what everybody had finished
             )
             mine = self._gradients.close(step_state.work.samples) if counts else self._gradients.exchange.nothing()
             self._late_s = deadlines.in_flight.late_s
@@ -381,8 +384,9 @@ class Deadlines:
 
     def close(self, *, orderly: bool) -> None:
         if orderly:
-            self._give()
-            self.promises.close()
+            if self._loop.position.finished:
+                self._give()
+            self.promises.close()  # whoever takes over a copy does not see the step behind which the script left
             self.promises.join()
         self.proxy.stop_together() if orderly and not self._loop.position.finished else self.proxy.stop()
         if orderly:

@@ -23,7 +23,7 @@ from paceline.errors import Dropped, FleetError, GenerationOver
 from paceline.gradients.fleet_sums import sum_until_done
 from paceline.pace.forecast import Mask
 from paceline.pace.shares import Ints, proportional
-from paceline.step.checks.sameness import CAUSE
+from paceline.step.checks.sameness import CAUSE, is_to_end
 from paceline.step.late.catch_up import Backlog
 from paceline.step.step_state import LoopPhase, RoundPhase, StepState
 
@@ -312,7 +312,7 @@ class Proxy:
             pause = min(1.3 * pause, longest)
 
     def _agree_on_order(self) -> None:
-        """Raise ValueError unless a new epoch's custom order is the same on every worker.
+        """Raise ValueError unless a new epoch's custom order is the same on every worker, as `check_order` does.
 
         Else samples would be lost and doubled in silence.
         """
@@ -320,16 +320,16 @@ class Proxy:
         if digest is None:
             return
         self._enter()
-        epoch = self._training.dealing.epoch
+        epoch, number = self._training.dealing.epoch, float(int(digest[:12], 16))  # 48 bits travel exactly
 
         def mine() -> torch.Tensor:
-            digests = torch.zeros(self._transport.size, dtype=torch.float64)
-            digests[self._transport.rank] = int(digest[:12], 16)  # 48 bits travel exactly
-            return digests
+            table = torch.zeros(2, self._transport.size, dtype=torch.float64)
+            table[:, self._transport.rank] = torch.tensor([number, self._transport.since], dtype=torch.float64)
+            return table
 
-        digests = self._sum(f"agreeing on order({epoch})", mine)
-        others = np.flatnonzero(digests.numpy() != digests[0].item()).tolist()
-        if others:
+        digests, since = self._sum(f"agreeing on order({epoch})", mine).tolist()
+        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if others and is_to_end(number, digests, since):
             raise ValueError(
                 f"workers disagree in order({epoch}): workers {others} have another order than worker 0. {CAUSE}"
             )

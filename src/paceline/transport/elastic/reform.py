@@ -73,7 +73,7 @@ class Forming:
             return error
         return LoaderDied.told_by(error) or self._reform.client.failure or self._over(one_line(error))
 
-    def unlike_calls(self, labels: dict[int, str]) -> Exception:
+    def unlike_calls(self, labels: dict[int, str]) -> Exception | None:
         return self._reform.unlike_calls(labels)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
@@ -187,7 +187,10 @@ class Reform:
         names = name_workers({one: self.now.facts[one] for one in self.now.workers})
         return without_answer(self.group.unanswered(), list(names.values()))
 
-    def unlike_calls(self, labels: dict[int, str]) -> Exception:
+    def unlike_calls(self, labels: dict[int, str]) -> Exception | None:
+        """Return None while the roster is there: it sees these calls too, and knows whose are the fleet's."""
+        if not self.client.away:
+            return None
         workers = self._transport.workers
         reports = ", but ".join(f"worker {workers[rank]} called {label}" for rank, label in labels.items())
         return FleetError(f"{reports}: {SAME_CALLS}")
@@ -276,6 +279,7 @@ class Reform:
                 self.connector.forget_store()  # its connection may be what broke
                 raise forming.failed(error) from None
             raise
+        self._transport.since = self._transport.since or generation.number
         self.now = generation
         self.group = group  # after its number: see `break_off`
         self._forming = None  # only now: a generation that ends meanwhile finds its group in the one or the other

@@ -77,6 +77,8 @@ class Elastic(Distributed):
         """Whether the last round's result is still as it was, to be handed over."""
         self.fell_out = False
         """Whether the fleet went on without this worker, which has not entered again."""
+        self.finished = False
+        """Whether this worker has left at the end of its script, without an error."""
         self.lanes = Lanes(self._sequences)
         self._here = concurrency.local()
         """The group of the round that each thread is in."""
@@ -409,6 +411,7 @@ class Elastic(Distributed):
                 )
             if failure is None and not self.outside:
                 self._await_end(client)
+                self.finished = True
                 client.leave(FINISHED)
             elif failure is not None and not (self.outside and isinstance(failure, SystemExit)):
                 client.leave(WAITED if isinstance(failure, Leave) else f"ended with {one_line(failure)}")
