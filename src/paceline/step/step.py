@@ -482,10 +482,11 @@ class Step(FormerNames):
         buffers = self._gradients.accumulation.buffers
         if buffers.moved_by_forward:
             self._loop.notes.warn_once(_MOVED_BUFFER.format(buffers.moved_by_forward))
-        if buffers.came_later:
-            self._loop.notes.warn_once(_LATER_BUFFER.format(buffers.came_later))
         columns = (header.column(name).tolist() for name in ("buffers", "samples"))
-        if len({digest for digest, samples in zip(*columns, strict=True) if samples}) > 1:
+        unlike = len({digest for digest, samples in zip(*columns, strict=True) if samples}) > 1
+        if buffers.came_later and not buffers.set_between and (unlike or not self._loop.replica.alike):
+            self._loop.notes.warn_once(_LATER_BUFFER.format(buffers.came_later))
+        elif unlike:
             self._loop.notes.warn_once(_SET_BUFFER.format(buffers.set_between or "of the model"))
 
     def _check_finished(self) -> None:
