@@ -498,8 +498,8 @@ class Fleet(FormerNames):
     def load(self, path: str | Path, *, missing_ok: bool = False, loops: str | None = None) -> Any:
         """Resume from a checkpoint, at any fleet size. Call it before the first step.
 
-        All workers call it; the leader reads the file and hands it to the others. After a loop of this run, models and
-        tracked objects are set back, and the next loop begins as usual.
+        All workers call it; the leader reads the file and hands it to the others. After a loop of this run, models,
+        tracked objects and `state` are set back, and the next loop begins as usual.
 
         Args:
             path: a file, or a folder, of which the newest complete checkpoint of ``fleet.autosave`` is loaded.

@@ -121,6 +121,7 @@ def test_one_that_changes_its_shape_is_refused(tmp_path: Path) -> None:
 
 
 SET = """
+from torch.nn.utils import prune
 class Centred(nn.Module):
     def __init__(self):
         super().__init__()
@@ -154,8 +155,17 @@ KEPT, ZEROS = "self.seen.append(out.detach())", "torch.zeros(3, dtype=torch.floa
         (ZEROS, KEPT, "model.centre = torch.cat(model.seen).mean(0)", "the buffer centre was set between two steps"),
         (ZEROS, KEPT, "model.centre = torch.full((3,), step.loss).double()", ""),
         (ZEROS, KEPT, "fleet.evaluate(lambda a, b: model(a).mean(1), data)", ""),
+        ("None", KEPT, "prune.l1_unstructured(model.net[0], 'weight', amount=0.3)", ""),
+        ("None", KEPT, "model.centre = torch.cat(model.seen).mean(0)", "the buffer centre was None"),
     ],
-    ids=["None at first", "from what each has seen", "from the step's loss", "not at all"],
+    ids=[
+        "None at first",
+        "from what each has seen",
+        "from the step's loss",
+        "not at all",
+        "pruned alike",
+        "None at first, from what each has seen",
+    ],
 )
 def test_a_buffer_that_workers_set_each_for_itself_is_warned_of(
     tmp_path: Path, first: str, inside: str, behind: str, said: str

@@ -176,3 +176,31 @@ def test_hooks_that_see_parts_of_the_gradient_are_warned_of_once(tmp_path: Path)
     assert ended[0].err.count("parameter 0.weight and 3 more has hooks on its gradient") == 1
     assert "hooks" not in ended[1].err, "the leader's words are enough"
     assert "has hooks" not in outcomes(tmp_path / "none", script())[0].err
+
+
+TEMPERATURE = """
+with paceline.join() as fleet:
+    model = fleet.model(network())
+    OWN
+    optimizer, other = torch.optim.Adam(model.parameters(), 0.01), torch.optim.Adam(TRAINED, 0.1)
+    fleet.track(optimizer=optimizer, other=other)
+    for step in fleet.steps(data, global_batch=12, micro_batch=SIZE):
+        for x, y in step:
+            each = nn.functional.cross_entropy(model(x), y, reduction="none")
+            step.backward((alpha.exp().detach() * each).mean() + (alpha.exp() * (each.detach() - 1)).mean())
+        step.commit(optimizer, other)
+    result = [*flat(model), float(alpha)]
+"""
+
+
+def test_a_tensor_of_ones_own_beside_the_model_is_refused_with_what_is_exact(tmp_path: Path) -> None:
+    """A temperature is no parameter of a module in most scripts."""
+    tensor = "torch.zeros(1, dtype=torch.float64)"
+    loose = TEMPERATURE.replace("OWN", f"alpha = {tensor}.requires_grad_()").replace("TRAINED", "[alpha]")
+    said = refusals(tmp_path / "loose", loose.replace("SIZE", "3"))
+    assert "a tensor of shape [1] is no parameter of a module. Write own = fleet.model(nn.ParameterList([ten" in said
+    own = f"own = fleet.model(nn.ParameterList([{tensor}]))\n    alpha = own[0]"
+    given = TEMPERATURE.replace("OWN", own).replace("TRAINED", "own.parameters()")
+    one = results(tmp_path / "one", given.replace("SIZE", "12"), workers=1)[0]
+    for two in results(tmp_path / "two", given.replace("SIZE", "3"), PACELINE_PACE="fixed:1,3"):
+        assert apart(two, one) < 1e-12

@@ -199,3 +199,39 @@ def test_an_optimizer_of_other_parameters_may_step_in_the_loop_where_no_loss_of_
     script = CENTRES.replace("CENTRE_LOSS", "out.square().mean()").replace("UPDATE", update)
     first, second = results(tmp_path, script)
     assert first == second
+
+
+CLIPPED = """
+from torch.func import functional_call, grad, vmap
+
+def of_one(weights, a, b):
+    return loss_fn(functional_call(model, weights, a[None]), b[None])
+
+with paceline.join() as fleet:
+    model = fleet.model(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in fleet.steps(data, global_batch=12, micro_batch=SIZE):
+        for a, b in step:
+            weights = {name: p.detach() for name, p in model.named_parameters()}
+            each = vmap(grad(of_one), (None, 0, 0))(weights, a, b)
+            norm = sum(g.flatten(1).square().sum(1) for g in each.values()).sqrt()
+            clipped = {name: torch.einsum("n,n...->...", 1 / norm.clamp(min=1), g) for name, g in each.items()}
+            GIVE
+        step.commit(optimizer)
+    result = flat(model)
+"""
+
+
+def test_a_gradient_that_the_script_makes_itself_is_given_as_a_loss(tmp_path: Path) -> None:
+    """Clipped for each sample, as for differential privacy."""
+    by_hand = "for name, p in model.named_parameters(): p.grad = clipped[name] / len(a)"
+    said = refusals(tmp_path / "by_hand", CLIPPED.replace("GIVE", by_hand).replace("SIZE", "3"))
+    assert "is given as a loss, the sum over the parameters of (p * g).sum()" in said
+    given = CLIPPED.replace(
+        "GIVE",
+        "total = sum((p * clipped[name]).sum() for name, p in model.named_parameters())\n"
+        "            step.backward(total / len(a), weight=len(a))",
+    )
+    one = results(tmp_path / "one", given.replace("SIZE", "12"), workers=1)[0]
+    for two in results(tmp_path / "two", given.replace("SIZE", "3"), PACELINE_PACE="fixed:1,3"):
+        assert apart(two, one) < 1e-12

@@ -293,6 +293,9 @@ def test_a_mean_over_samples_couples_none(name: str) -> None:
         lambda: (out()[:, :1].tanh() * TARGET[:, 0]).mean(),
         lambda: hinge_of_pairs(Y == 0),
         lambda: F.relu(1 - (out()[:2, 0, None] - out()[2:, 0])).mean(),
+        lambda: each()[each().argsort()[:4]].mean(),
+        lambda: F.cross_entropy(out()[each().argsort()[:4]], CLASS[:4]),
+        lambda: F.cross_entropy(out().index_select(0, torch.tensor([4, 0, 2])), CLASS[:3]),
     ],
 )
 def test_losses_that_couple_samples_are_seen(loss: Loss) -> None:
@@ -312,6 +315,23 @@ class Recurrent(nn.Module):
 
 
 RECURRENT, CENTRES = Recurrent(), nn.Parameter(torch.randn(6, 5))
+CLUSTERS = nn.AdaptiveLogSoftmaxWithLoss(6, 20, [4, 12])
+
+
+def regularised(tokens: int) -> torch.Tensor:
+    """Return the loss of a language model with its vocabulary in clusters, and penalties on what recurs."""
+    words = torch.arange(6 * tokens).reshape(6, tokens) * 7 % 20
+    hidden = RECURRENT.gru(X[:, None].expand(6, tokens, 8))[0]
+    loss: torch.Tensor = CLUSTERS(hidden.reshape(-1, 6), words.flatten()).loss
+    return loss + hidden.square().mean() + (hidden[:, 1:] - hidden[:, :-1]).square().mean()
+
+
+def turned() -> torch.Tensor:
+    """Return a loss of a recurrence over packed texts, whose samples are sorted by their length."""
+    lengths = torch.tensor([3, 5, 2, 5, 4, 1])
+    packed = nn.utils.rnn.pack_padded_sequence(X[:, None].expand(6, 5, 8), lengths, True, enforce_sorted=False)
+    hidden = RECURRENT.gru(packed)[1][0]
+    return F.cross_entropy(RECURRENT.head(hidden), CLASS) + hidden.square().mean()
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
@@ -335,6 +355,11 @@ RECURRENT, CENTRES = Recurrent(), nn.Parameter(torch.randn(6, 5))
         lambda: F.mse_loss(out()[:, :1], X[:, :ROWS]),
         lambda: F.mse_loss(out()[:, :1].expand(ROWS, ROWS), X[0, :ROWS, None].expand(ROWS, ROWS)),
         lambda: F.cross_entropy(out() @ TARGET.T, Y.clamp(min=0)),
+        lambda: regularised(4),
+        lambda: regularised(6),
+        turned,
+        lambda: each()[MASK].mean() + each()[torch.tensor([0, 2, 3])].mean(),
+        lambda: F.cross_entropy(NET(X[torch.tensor([3, 0, 5, 1, 2, 4])]), CLASS),
     ],
     ids=[
         "gru",
@@ -354,6 +379,11 @@ RECURRENT, CENTRES = Recurrent(), nn.Parameter(torch.randn(6, 5))
         "as many targets as samples",
         "a target of each sample, expanded",
         "as many classes as samples",
+        "clusters of words and what recurs",
+        "as many words as samples",
+        "packed texts",
+        "a mask",
+        "all samples in another order",
     ],
 )
 def test_what_goes_on_within_a_sample_is_no_coupling(loss: Loss) -> None:

@@ -56,6 +56,19 @@ def recurrent(batch_first: bool) -> nn.Module:
     return nn.Sequential(nn.Embedding(20, 4), nn.LSTM(4, 8, batch_first=batch_first))
 
 
+class Packed(nn.Module):
+    """A recurrence over texts of unlike lengths, which torch sorts, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.gru = nn.Embedding(20, 4), nn.GRU(4, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.tensor([2, 6, 3, 5])
+        packed = nn.utils.rnn.pack_padded_sequence(self.words(x), lengths, batch_first=True, enforce_sorted=False)
+        return self.gru(packed)[1][0]  # type: ignore[no-any-return]
+
+
 PICTURES = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.MaxPool2d(2), nn.Flatten())
 NORMED = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
 TOKENS = torch.randint(0, 20, (ROWS, 6))
@@ -70,6 +83,7 @@ TOKENS = torch.randint(0, 20, (ROWS, 6))
         (Net(nn.LSTM(5, 8), last), torch.randn(ROWS, 6, 5)),
         (Net(recurrent(False), last), TOKENS),
         (Net(layer(False), lambda h: h.mean(1)), torch.randn(ROWS, 7, 5)),
+        (Net(nn.Linear(5, 8), lambda h: 0.7 * h + 0.3 * h[torch.tensor([2, 3, 0, 1])]), torch.randn(ROWS, 5)),
     ],
     ids=[
         "standardised by hand",
@@ -78,6 +92,7 @@ TOKENS = torch.randint(0, 20, (ROWS, 6))
         "an LSTM along the samples",
         "of tokens",
         "a Transformer",
+        "hidden samples mixed up",
     ],
 )
 def test_a_model_that_mixes_samples_is_found_and_its_gradients_stay_as_they_are(net: Net, x: torch.Tensor) -> None:
@@ -110,6 +125,7 @@ def test_a_model_that_mixes_samples_is_found_and_its_gradients_stay_as_they_are(
         (Net(nn.Linear(5, 8), lambda h: checkpoint(torch.tanh, h, use_reentrant=True)), torch.randn(ROWS, 5)),
         (Net(orthogonal(nn.Linear(8, ROWS)), torch.tanh, ROWS), torch.randn(ROWS, 5)),
         (Net(masked(), lambda h: h.mean(1), 12), torch.randn(ROWS, ROWS, 5)),
+        (Net(Packed(), torch.tanh), TOKENS),
     ],
     ids=[
         "a network",
@@ -125,6 +141,7 @@ def test_a_model_that_mixes_samples_is_found_and_its_gradients_stay_as_they_are(
         "an older checkpoint",
         "a weight made of a square matrix",
         "as many tokens as samples",
+        "packed texts",
     ],
 )
 def test_one_that_does_not_or_is_known_to_is_passed_over(net: Net, x: torch.Tensor) -> None:

@@ -160,6 +160,8 @@ class ModuleBuffers:
         """The name of a saved buffer that was None, or not there, at the beginning, so that workers do not share it."""
         self.set_between = ""
         """The name of a saved buffer that was seen to change between a round and the next step's micro-batches."""
+        self._later: list[tuple[str, int]] = []
+        """The names and sums of the saved buffers that came later, at the beginning of a step that is compared."""
         self._nothing = [0.0] * len(self._known)
         self.rebase()
 
@@ -177,24 +179,30 @@ class ModuleBuffers:
     def note_contents(self) -> None:
         """Let the next round look at contents as well as at version counters."""
         known = {(id(one.home), one.key) for one in self._known}
-        later = (one for model in self._models for one in _buffers_of(model) if (id(one.home), one.key) not in known)
-        self.came_later = self.came_later or next((one.name for one in later if one.persistent), "")
+        found = (one for model in self._models for one in _buffers_of(model) if (id(one.home), one.key) not in known)
+        later = [one for one in found if one.persistent]
+        self._later = list(zip((o.name for o in later), _sums_of(o.home[o.key] for o in later), strict=True))
+        self.came_later = later[0].name if later else ""
         if self._known:
             self._contents = self._contents_now()
 
     def digest_of_set(self) -> float:
-        """Return a digest of the saved buffers that have changed since the last round; 0 where none has.
+        """Return a digest of the saved buffers that have changed since the last round, or came later; 0 where none has.
 
         It is asked for before a step's first micro-batch; only where some have changed, a device is waited for.
         """
+        later, self._later, self.set_between = self._later, [], ""
         now = list(map(dict.get, self._homes, self._keys))
-        if all(map(is_, now, self._tensors)) and list(map(self._version, now)) == self._versions:
+        unmoved = all(map(is_, now, self._tensors)) and list(map(self._version, now)) == self._versions
+        moved = () if unmoved else [n for n, one in enumerate(now) if self._is_set(n, one)]
+        if not moved and not later:
             return 0.0
-        moved = [n for n, one in enumerate(now) if self._known[n].persistent and not self._is_unmoved(n, one)]
-        if not moved:
-            return 0.0
-        self.set_between = self._known[moved[0]].name
-        return 1.0 + number_of(repr(list(zip(moved, _sums_of(now[n] for n in moved), strict=True))).encode())
+        if moved:
+            self.set_between = self._known[moved[0]].name
+        return 1.0 + number_of(repr([*zip(moved, _sums_of(now[n] for n in moved), strict=True), *later]).encode())
+
+    def _is_set(self, number: int, tensor: torch.Tensor | None) -> bool:
+        return self._known[number].persistent and not self._is_unmoved(number, tensor)
 
     def _contents_now(self) -> list[int]:
         return _sums_of(home.get(key) for home, key in zip(self._homes, self._keys, strict=True))

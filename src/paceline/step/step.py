@@ -74,6 +74,17 @@ _UNLIKE_MODELS = (
 )
 
 
+_NO_BACKWARD = (
+    "Each micro-batch has its backward before the next one is taken: no prefetching, no list(step), no single backward "
+    "behind the loop. Call step.skip() to leave it out on purpose"
+)
+
+_OWN_GRADIENT = (
+    "A gradient g that the script makes itself (torch.func.vmap, clipped for each sample) is given as a loss, the sum "
+    "over the parameters of (p * g).sum(): step.backward(that / len(x), weight=len(x)) where g is a sum over samples"
+)
+
+
 class Step(FormerNames):
     """A step. Iterate it for this worker's micro-batches, then commit it.
 
@@ -234,10 +245,11 @@ class Step(FormerNames):
         if self._open_work is not None:
             self._end_parts()
         if self._micro_batch is not None:
+            parameters = self._gradients.buckets.parameters
+            own = not self._step_state.work.micro_batches and any(p.grad is not None for p in parameters)
             raise MisuseError(
                 f"a micro-batch of step {self.index} had no step.backward(loss): its samples would be counted without "
-                "a gradient. Each micro-batch has its backward before the next one is taken: no prefetching, no "
-                "list(step), no single backward behind the loop. Call step.skip() to leave it out on purpose"
+                "a gradient. " + (_OWN_GRADIENT if own else _NO_BACKWARD)
             )
         self._step_round.count_micro_batch({} if self._micro_batch_void else self._figures, self._micro_batch_began)
         if self._figures or self._micro_batch_void:
@@ -482,10 +494,11 @@ class Step(FormerNames):
         buffers = self._gradients.accumulation.buffers
         if buffers.moved_by_forward:
             self._loop.notes.warn_once(_MOVED_BUFFER.format(buffers.moved_by_forward))
-        if buffers.came_later:
-            self._loop.notes.warn_once(_LATER_BUFFER.format(buffers.came_later))
         columns = (header.column(name).tolist() for name in ("buffers", "samples"))
-        if len({digest for digest, samples in zip(*columns, strict=True) if samples}) > 1:
+        unlike = len({digest for digest, samples in zip(*columns, strict=True) if samples}) > 1
+        if buffers.came_later and not buffers.set_between and (unlike or not self._loop.replica.alike):
+            self._loop.notes.warn_once(_LATER_BUFFER.format(buffers.came_later))
+        elif unlike:
             self._loop.notes.warn_once(_SET_BUFFER.format(buffers.set_between or "of the model"))
 
     def _check_finished(self) -> None:

@@ -27,12 +27,9 @@ def check_optimizers(loop: LoopContext, optimizers: Sequence[torch.optim.Optimiz
             raise ValueError(_no_optimizer_text(optimizer))
         refuse_closures(optimizer)
         ours = {id(parameter) for parameter in loop.gradients.everything}
-        groups = (group["params"] for group in optimizer.param_groups)
-        if any(id(parameter) not in ours for group in groups for parameter in group):
-            raise ValueError(
-                "the optimizer has parameters that are not in fleet.model(...): build it from the module that "
-                "fleet.model returns"
-            )
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if foreign := [parameter for parameter in held if id(parameter) not in ours]:
+            raise ValueError(_foreign_text(foreign))
         loop.script.checked_optimizers.add(id(optimizer))
     # Those that the script stepped itself were seen doing so.
     seen = (*optimizers, *loop.tracking.stepped_untracked()) if loop.transport.elastic else ()
@@ -42,6 +39,18 @@ def check_optimizers(loop: LoopContext, optimizers: Sequence[torch.optim.Optimiz
                 f"the optimizer ({type(optimizer).__name__}) is not tracked, so a worker that joins could not take "
                 "over its state: call fleet.track(optimizer=optimizer) before the first step"
             )
+
+
+def _foreign_text(foreign: Sequence[torch.Tensor]) -> str:
+    """``foreign``: what an optimiser trains and the fleet was not given."""
+    text = "the optimizer has parameters that are not in fleet.model(...): "
+    loose = next((tensor for tensor in foreign if not isinstance(tensor, torch.nn.Parameter)), None)
+    if loose is None:
+        return text + "build it from the module that fleet.model returns"
+    return (
+        f"{text}a tensor of shape {list(loose.shape)} is no parameter of a module. Write own = fleet.model("
+        "nn.ParameterList([tensor])), use own[0] in the loss, and build the optimizer from own.parameters()"
+    )
 
 
 def _no_optimizer_text(given: object) -> str:

@@ -7,8 +7,9 @@ two halves of the samples are all zero. They are taken through the loss alone an
 micro-batch of a loop whose graph has a shape that was not looked at before. Choosing the largest of a batch, and
 differences of pairs under a hinge, have no such derivative, and are found by the shape of the graph.
 
-Several rows per sample lie sample by sample, or (a recurrence, two views put together) round by round: a loss couples
-samples only where it does so in both orders.
+Several rows per sample lie sample by sample, or (a recurrence, two views put together) round by round, outputs of
+unlike shapes in unlike orders: a loss couples samples only where it does so in all of them. Rows that were picked (the
+tokens of one cluster) have no such order: what they were picked from is looked at instead.
 
 Below its last layer a model mixes samples by a mean over the batch taken by hand, or an LSTM that runs along the
 samples because ``batch_first`` was forgotten (`mixing`). With h the first tensors of the model's graph that have one
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +57,8 @@ MOST_NODES, MOST_NUMBERS = 400, 1 << 20
 """A loss with more operations, or with more numbers in z, is not looked at."""
 MOST_STEPS = 8
 """Operations on a tensor that are followed down to where its samples were picked."""
+MOST_ORDERS = 4
+"""Shapes of outputs with several rows per sample that may each have an order of its own; beyond, all have one."""
 MOST_LOOKS = 8
 """Shapes of a loop's losses that are looked at."""
 LEAST = 1e-6
@@ -98,31 +102,39 @@ def coupling(loss: torch.Tensor, rows: int, *, numbered: bool = False) -> Any:
     edges, certain = found
     if certain or not edges:
         return CERTAIN if certain else 0.0
-    several = any(shape_of(*edge)[0] != rows for edge in edges)
     try:
-        found_in = [
-            _between_halves(loss, edges, rows, turns=turns) for turns in ((False, True) if several else (False,))
-        ]
+        return torch.stack([_between_halves(loss, edges, rows, turns=turns) for turns in _orders(edges, rows)]).amin()
     except RuntimeError:  # an operation without a second derivative, or too little memory
         return 0.0
-    return torch.stack(found_in).amin()
 
 
-def _between_halves(loss: torch.Tensor, edges: list[Edge], rows: int, *, turns: bool) -> torch.Tensor:
-    """``turns``: several rows of a sample lie round by round."""
+def _orders(edges: list[Edge], rows: int) -> list[list[bool]]:
+    """Return the orders that rows may have: of each output, whether several rows of a sample lie round by round."""
+    shapes = [shape_of(*edge) for edge in edges]
+    several = sorted({shape for shape in shapes if shape[0] != rows})
+    together = len(several) > MOST_ORDERS
+    found = []
+    for turns in product((False, True), repeat=1 if together else len(several)):
+        of_shape = dict.fromkeys(several, turns[0]) if together else dict(zip(several, turns, strict=True))
+        found.append([of_shape.get(shape, False) for shape in shapes])
+    return found
+
+
+def _between_halves(loss: torch.Tensor, edges: list[Edge], rows: int, *, turns: list[bool]) -> torch.Tensor:
+    """``turns``: of each edge, whether several rows of a sample lie round by round."""
     ends = [GradientEdge(*edge) for edge in edges]
     first = torch.autograd.grad(loss, ends, create_graph=True, allow_unused=True)
     probes = []
-    for part in first:
+    for part, turn in zip(first, turns, strict=True):
         if part is not None:
-            own, _ = _halves(part, rows, turns=turns)
+            own, _ = _halves(part, rows, turns=turn)
             probes.append((own * signs(own)).sum())
     probe = torch.stack([one.to(loss.dtype) for one in probes]).sum()
     nothing = torch.zeros((), dtype=loss.dtype, device=loss.device)
     if not probe.requires_grad:
         return nothing
     second = torch.autograd.grad(probe, ends, retain_graph=True, allow_unused=True)
-    halves = [_halves(part, rows, turns=turns) for part in second if part is not None]
+    halves = [_halves(part, rows, turns=turn) for part, turn in zip(second, turns, strict=True) if part is not None]
     if not halves:
         return nothing
     own = torch.stack([one.abs().amax().to(loss.dtype) for one, _ in halves]).amax().detach()
@@ -186,10 +198,13 @@ def outputs_of(root: Node, rows: int, *, numbered: bool = False) -> tuple[list[E
             or (stem in ("Pow", "Abs") and _is_outer(node, rows))
             or (stem in SPREADING and _is_spread(node, rows))
             or (stem == "NllLoss" and _has_negatives(node, rows))
+            or (not numbered and stem in ("Index", "IndexSelect") and _is_ranked(node, stem, rows))
         ):
             return [], True
         picked = numbered and stem in ("Index", "IndexSelect") and shape[0] == rows != shape_below(node)[0]
-        if by_rows and (picked or stem in LAYERS or stem == "" or _of_parameters(node)):
+        layer = stem == "" or ((stem in LAYERS or _of_parameters(node)) and not _is_of_picked(node, output))
+        turned = [child for child, _ in node.next_functions if child is not None and is_reordering(child, rows)]
+        if by_rows and (picked or layer or turned):
             edges[node, output] = None
             numbers += torch.Size(shape).numel()
             continue
@@ -209,6 +224,19 @@ def _over_rows(node: Node, rows: int) -> bool:
     dims = dims_of(node)
     over = dims is None or any(dim % max(1, len(shape)) == 0 for dim in dims)
     return over and bool(shape) and shape[0] >= 2 and shape[0] % rows == 0
+
+
+def _is_ranked(node: Node, stem: str, rows: int) -> bool:
+    """Return whether some samples are picked, and not in the order they have: by rank among the others, or at random.
+
+    What a mask picks keeps its order. On a device indices are not looked at.
+    """
+    if shape_below(node)[:1] != (rows,) or (stem == "Index" and len(node._saved_indices) > 1):
+        return False
+    index = _first_index(node, stem)
+    if index is None or not index.is_cpu or index.dtype is torch.bool or index.dim() != 1 or len(index) >= rows:
+        return False
+    return bool((index[1:] < index[:-1]).any()) and not is_constant(node)
 
 
 def _pairs_rows(node: Node, shape: tuple[int, ...], rows: int) -> bool:
@@ -312,6 +340,21 @@ def _picked(edge: Edge, rows: int) -> int:
     return 0
 
 
+def _is_of_picked(node: Node, output: int) -> bool:
+    """Return whether a layer is given rows that were picked from more or fewer ones of the data."""
+    length = shape_of(node, output)[0]
+    for _ in range(MOST_STEPS):
+        stem = stem_of(node.__class__)
+        given = node.next_functions[1 if stem == "Addmm" else 0 :]
+        below = next((pair for pair in given if pair[0] is not None), None)
+        if below is None or not shape_of(*below):
+            return False
+        if shape_of(*below)[0] != length:
+            return stem in ("Index", "IndexSelect", "MaskedSelect") and not is_constant(below[0])
+        node = below[0]
+    return False
+
+
 def _start_of_rows(edge: Edge, rows: int) -> Any:
     """Return which samples a tensor begins with, or how they were moved; None where it has none."""
     node, output = edge
@@ -332,6 +375,28 @@ def _start_of_rows(edge: Edge, rows: int) -> Any:
     return 0 if shape_of(node, output)[:1] == (rows,) else None
 
 
+def is_reordering(node: Node, rows: int) -> bool:
+    """Return whether a node puts all samples in another order, along whichever dimension they lie.
+
+    On a device indices are not looked at, and may do so.
+    """
+    stem = stem_of(node.__class__)
+    if stem not in ("Index", "IndexSelect"):
+        return False
+    single = stem == "IndexSelect"
+    indices = {(dims_of(node) or (0,))[0]: node._saved_index} if single else dict(enumerate(node._saved_indices))
+    shape = shape_below(node)
+    return any(
+        tuple(index.shape) == (rows,) == shape[dim:][:1] and not _is_in_order(index)
+        for dim, index in indices.items()
+        if index is not None and index.dtype is not torch.bool
+    )
+
+
+def _is_in_order(index: torch.Tensor) -> bool:
+    return index.is_cpu and torch.equal(index, torch.arange(len(index), dtype=index.dtype))
+
+
 def _first_index(node: Node, stem: str) -> torch.Tensor | None:
     if stem == "IndexSelect":
         return node._saved_index if node._saved_dim == 0 else None
@@ -342,7 +407,7 @@ def _is_moved(index: torch.Tensor | None, rows: int) -> bool:
     """Return whether samples are picked in another order than they have; on a device that is not looked at."""
     if index is None or not index.is_cpu or index.dtype is torch.bool or index.shape != (rows,):
         return False
-    return not torch.equal(index, torch.arange(rows, dtype=index.dtype))
+    return not _is_in_order(index)
 
 
 def _of_parameters(node: Node) -> bool:
@@ -380,7 +445,8 @@ def mixing(loss: torch.Tensor, rows: int) -> Any:
         return CERTAIN
     if any(_is_ambiguous(shape_of(*edge), rows) for edge in graph):
         return 0.0
-    first = [edge for edge in _first_by_sample(graph, rows) if edge not in last]
+    in_order = _in_order(graph, last, rows)
+    first = [edge for edge in _first_by_sample(graph, rows) if edge not in last and edge in in_order]
     if not first:
         return 0.0
     ends = [GradientEdge(*edge) for edge in first]
@@ -447,6 +513,21 @@ def _first_by_sample(children: dict[Edge, list[Edge]], rows: int) -> list[Edge]:
         above |= new
         todo += new
     return [edge for edge in found if edge not in above][:MOST_FIRST]
+
+
+def _in_order(children: dict[Edge, list[Edge]], last: list[Edge], rows: int) -> set[Edge]:
+    """Return the tensors whose samples reach the outputs in the order they have.
+
+    A packed sequence has its samples sorted by length. One that is reached by such a turn alone may have any order.
+    """
+    found: set[Edge] = set()
+    todo = list(last)
+    while todo:
+        edge = todo.pop()
+        if edge not in found:
+            found.add(edge)
+            todo += () if is_reordering(edge[0], rows) else children[edge]
+    return found
 
 
 def _is_leaf(node: Node) -> bool:
