@@ -138,9 +138,9 @@ def haunt(ghost: Ghost, steps: Any) -> None:
         ghost.at("after round", steps.index)
         return mean(*args, **more)
 
-    def giving() -> Any:
+    def giving(*args: Any) -> Any:
         ghost.at("giving", steps.index)
-        return give()
+        return give(*args)
 
     def taking(*args: Any) -> Any:
         ghost.at("taking", 0)
