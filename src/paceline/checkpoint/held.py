@@ -26,6 +26,8 @@ SMALL, MEDIUM, LARGE = 1 << 18, 1 << 22, 1 << 26
 """Bytes that are read at a time: on one core, on all of them, on a GPU."""
 TRIES = 3
 """The number of times after which a part that had to be sent is not digested again: steps change it."""
+MOST_THREADS = 4
+"""Threads by which a newcomer makes its digests."""
 END_S = 5.0
 """Seconds for which the end of the training waits for the thread that makes digests."""
 
@@ -130,15 +132,20 @@ class Holding:
 
     def look(self) -> dict[str, torch.Tensor]:
         """Return the parts by digest, on a newcomer, whose script waits meanwhile and changes none of them."""
-        own = {}
-        for part in self._parts():
-            seen = self._seen.get(part.layout)
-            if seen is None or sums_of_bits(part.memory) != seen.sums:
-                seen = look_at(part)
-            if seen is not None:
-                self._seen[part.layout] = seen
-                own[seen.digest] = part.memory
-        return own
+        parts = self._parts()
+        for part in parts:
+            if (seen := self._seen.get(part.layout)) is not None and sums_of_bits(part.memory) != seen.sums:
+                del self._seen[part.layout]
+        new = [part for part in parts if part.layout not in self._seen]
+        threads = [
+            concurrency.Thread(target=self._look_at, args=(new,), name="paceline-digest", daemon=True)
+            for _ in range(min(MOST_THREADS, len(new)))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {seen.digest: part.memory for part in parts if (seen := self._seen.get(part.layout)) is not None}
 
     def look_beside(self) -> None:
         """Begin to digest, on a thread, what has no digest yet: at first, and again after each state that was given."""
@@ -151,8 +158,11 @@ class Holding:
             self._thread.start()
 
     def _look_at(self, new: list[StatePart]) -> None:
-        while new:
-            part = new.pop()
+        while True:
+            try:
+                part = new.pop()  # another thread may take the last one
+            except IndexError:
+                return
             if (seen := look_at(part, stopped=lambda: self._ended)) is not None:
                 self._seen[part.layout] = seen
 

@@ -38,6 +38,8 @@ PART = 0.2
 """The largest part of the time that pauses for entries may take."""
 MOST_S = 60.0
 """Nobody waits longer than this to enter: what the script did before its next step may look like a pause."""
+GIVERS = 2
+"""Workers that know by digests what a newcomer need not be sent: the first gives its state, and the next if it dies."""
 RATE = 0.2
 """Weight of the newest step in the running mean of a step's seconds."""
 
@@ -157,7 +159,7 @@ class Membership:
         if self._transport.outside:
             self._enter()
             return
-        if self._transport.rank == 0 and not self._transport.grouped:  # it gives its state to who comes
+        if self._transport.rank < GIVERS and not self._transport.grouped:
             self._steps.loop.replica.holding.look_beside()
         generation, anew, mine = self._due
         if not anew:  # a worker that was handed the last round's result goes on as those do who had it
