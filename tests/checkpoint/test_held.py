@@ -216,6 +216,19 @@ def test_sums_do_not_depend_on_how_much_is_read_at_a_time(size: int) -> None:
     assert seen(memory).sums == sums_of_bits(memory)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_digests_and_sums_are_the_same_on_a_gpu_and_what_is_held_there_stays() -> None:
+    memory = torch.randint(0, 256, (SMALL + 12345,), dtype=torch.uint8)
+    assert seen(memory.cuda()) == seen(memory)
+    assert sums_of_bits(memory.cuda()) == sums_of_bits(memory)
+    giver, newcomer = Adapted().cuda(), Adapted().cuda()
+    giving, own = looked(giver), holding_of(newcomer).look()
+    parts = take_apart(state_of(giver), held=lambda part: giving.leave_out(part, own.keys()))
+    assert [part.numel() for part in parts[1:]] == [0, LEAST, 0]
+    load_into(newcomer, put_together(parts, device=torch.device("cuda"), own=own)["models"][0])
+    assert torch.equal(newcomer.frozen, giver.frozen)
+
+
 @given(st.lists(st.integers(0, LEAST - 1), min_size=1, max_size=6, unique=True), st.integers(1, 255))
 def test_any_bits_that_flip_show_in_the_sums(at: list[int], bits: int) -> None:
     memory = torch.zeros(LEAST, dtype=torch.uint8)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from paceline.checkpoint.parts import StatePart, large_parts
 
 ROW = 1024
 """Words of 8 bytes that share one sum."""
-SMALL, MEDIUM, LARGE = 1 << 18, 1 << 22, 1 << 26
+SMALL, MEDIUM, LARGE = 1 << 18, 1 << 22, 1 << 24
 """Bytes that are read at a time: on one core, on all of them, on a GPU."""
 TRIES = 3
 """The number of times after which a part that had to be sent is not digested again: steps change it."""
@@ -127,7 +127,9 @@ class Holding:
         """Digests by layout. The thread that makes them adds to it, and the user's reads and removes."""
         self._in_vain: Counter[str] = Counter()
         """Number of times that a part with a digest had to be sent, by layout."""
-        self._due, self._ended = True, False
+        self.due = True
+        """Whether parts may have come that have no digest."""
+        self._ended = False
         self._thread: concurrency.Thread | None = None
 
     def look(self) -> dict[str, torch.Tensor]:
@@ -148,10 +150,10 @@ class Holding:
         return {seen.digest: part.memory for part in parts if (seen := self._seen.get(part.layout)) is not None}
 
     def look_beside(self) -> None:
-        """Begin to digest, on a thread, what has no digest yet: at first, and again after each state that was given."""
-        if not self._due or (self._thread is not None and self._thread.is_alive()):
+        """Begin to digest, on a thread, what has no digest yet: in each loop at first, and after each state given."""
+        if not self.due or (self._thread is not None and self._thread.is_alive()):
             return
-        self._due = False
+        self.due = False
         new = [part for part in self._parts() if part.layout not in self._seen and self._in_vain[part.layout] < TRIES]
         if new:
             self._thread = concurrency.Thread(target=self._look_at, args=(new,), name="paceline-digest", daemon=True)
@@ -179,12 +181,13 @@ class Holding:
 
         ``held``: the digests of what the receiver holds.
         """
-        self._due = True
+        self.due = True
         seen = self._seen.get(part.layout)
         if seen is None or not held:
             return ""
-        if seen.digest in held and sums_of_bits(part.memory) == seen.sums:
-            return seen.digest
+        with suppress(torch.OutOfMemoryError):  # then it is sent
+            if seen.digest in held and sums_of_bits(part.memory) == seen.sums:
+                return seen.digest
         self._in_vain[part.layout] += 1
         del self._seen[part.layout]
         return ""

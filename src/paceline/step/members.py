@@ -118,6 +118,7 @@ class Membership:
         self._led, self._entries = transport.rank == 0, Entries()
         self._own: dict[str, torch.Tensor] = {}
         """On a newcomer: the parts of a state that it holds already, by digest."""
+        steps.loop.replica.holding.due = True
         transport.listener, transport.intact = self, steps.gradients.mean_gradient.intact
         transport.loop.begin(steps.script_loop.number + 1, passes.call_results.to_json())
         self._loop_number = transport.loop.number
