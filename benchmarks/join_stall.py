@@ -64,7 +64,7 @@ class Large(nn.Module):
         moved = int(state_mb * 1e6 * trained) // (PARAMETER + ADAM)
         kept = int(state_mb * 1e6 * (1 - trained)) // PARAMETER
         self.moved = nn.ParameterList([nn.Parameter(torch.ones(part)) for part in layers(moved)])
-        self.kept = nn.ParameterList([nn.Parameter(torch.ones(part), requires_grad=False) for part in layers(kept)])
+        self.kept = nn.ParameterList([nn.Parameter(torch.rand(part), requires_grad=False) for part in layers(kept)])
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline import concurrency
+from paceline.checkpoint import parts
 from paceline.errors import FLEET_FAILED
 from paceline.pace import Ask
 from paceline.records import Plan, StepRecord
@@ -35,6 +36,8 @@ LENGTH, LONG, BATCH, MICRO = 16, 64, 8, 2
 """Samples of an epoch in most programs, and in those where a loop falls far behind: near an epoch's end all wait."""
 EPOCHS, MORE_EPOCHS = 2, 4
 """Epochs of most programs, and of a quarter of them: there a dropped worker comes back before the others end."""
+FROZEN, SMALL_PARTS = 0.3, 64
+"""The part of programs with a frozen part, and the bytes from which on a tensor is a part of a state there."""
 FAR_BEHIND, FEW_BYTES = 0.2, 2000
 """The part of programs in which loops fall far behind, and the bytes of the sums of three of their steps."""
 CODES = (0, KILLED, FLEET_FAILED, LEFT)
@@ -132,6 +135,8 @@ class Case:
     length: int = LENGTH
     most_bytes: int = catch_up.MOST_BYTES
     """Bytes of sums that are kept for a late loop: with few, it takes over a copy of a peer's state."""
+    frozen: str = ""
+    """What becomes of a frozen part: "same" everywhere, "differs" in newcomers' scripts, "moves"; "": there is none."""
     faults: tuple[tuple[int, str, int, str], ...] = field(default=())
     """Point, kind, slot, and the worker's thread whose points are counted; without one, all points of the schedule."""
 
@@ -141,6 +146,7 @@ class Case:
         return (
             f"seed {self.seed}: {self.size} workers, {self.pace}, {self.combine}{', own order' if self.order else ''}, "
             f"{self.epochs} epochs of {self.length}, {self.most_bytes} bytes for late loops; {calls or 'no calls'}; "
+            f"{f'a frozen part: {self.frozen}; ' if self.frozen else ''}"
             f"{faults or 'no faults'}"
         )
 
@@ -175,6 +181,9 @@ def draw(seed: int) -> Case:
     )
     if combine == "average" and any(kind in NEWCOMERS for _, kind, _, _ in case.faults):
         case = replace(case, calls={})  # one that enters may make fewer local steps than the others: none of that index
+    other = random.Random(f"frozen {seed}")  # whatever else a seed stands for stays the same
+    if combine == "gradients" and other.random() < FROZEN:
+        case = replace(case, frozen=other.choice(("same", "differs", "moves")))
     if dice.random() < FAR_BEHIND:
         pace, most_bytes = dice.choice(("deadline", "count", "calm")), dice.choice((FEW_BYTES, 0, 0))
         far: dict[str, Any] = {"pace": pace, "combine": "gradients", "stalls": 0.3, "length": LONG, "epochs": 1}
@@ -208,6 +217,7 @@ def play(seed: int, *, case: Case | None = None) -> Verdict:
         size=case.size,
         faults=case.faults,
         most_bytes=case.most_bytes,
+        least_part=SMALL_PARTS if case.frozen else parts.LEAST,
     )
     judge(case, verdict)
     return verdict
@@ -220,6 +230,7 @@ def play_fleet(
     size: int,
     faults: Iterable[tuple[int, str, int, str]],
     most_bytes: int,
+    least_part: int = parts.LEAST,
     minimum: int = 1,
 ) -> Verdict:
     """Run a program on each worker of a fleet, in the order of threads that ``name`` draws, and let faults happen.
@@ -230,6 +241,7 @@ def play_fleet(
         size: The number of workers.
         faults: Of each, the point, the kind, the slot, and the thread by whose points it counts; "": by all.
         most_bytes: The bytes of sums that are kept for a late loop.
+        least_part: The bytes from which on a tensor is a part of a state.
         minimum: The workers without which a fleet waits.
     """
     torch.set_num_threads(1)
@@ -237,6 +249,7 @@ def play_fleet(
     with (
         Folder() as folder,
         mock.patch.object(catch_up, "MOST_BYTES", most_bytes),
+        mock.patch.object(parts, "LEAST", least_part),
         # A worker that is killed leaves its hooks behind, which would look at every later optimiser of this process.
         mock.patch.dict(_global_optimizer_pre_hooks),
         mock.patch.dict(_global_optimizer_post_hooks),
@@ -334,9 +347,11 @@ def train(case: Case, world: World, slot: int) -> dict[str, Any]:
             net.bias.zero_()
         model = fleet.model(net)
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)]
-        ledger = fleet.model(Ledger(case.epochs, case.length)) if gradients else None
+        ledger = Ledger(case.epochs, case.length) if gradients else None
         if ledger is not None:
-            optimizers.append(torch.optim.SGD(ledger.parameters(), lr=1.0))
+            ledger.frozen = frozen(dice if case.frozen == "differs" else None) if case.frozen else None
+            ledger = fleet.model(ledger)
+            optimizers.append(torch.optim.SGD([ledger.entries], lr=1.0))
         fleet.track(**{f"optimizer{number}": one for number, one in enumerate(optimizers)})
         order = partial(shuffled, case.length) if case.order else None
         for step in fleet.steps(dataset, global_batch=BATCH, micro_batch=MICRO, epochs=case.epochs, order=order):
@@ -347,11 +362,20 @@ def train(case: Case, world: World, slot: int) -> dict[str, Any]:
             step.commit(*optimizers)
             if ledger is not None:
                 ledger.book(step)
+            if case.frozen == "moves" and step.index % 3 == 1:
+                ledger.frozen.data.mul_(1.5)
             call(case, fleet, step, dataset, world)
         return {
             "weights": [float(value) for p in model.parameters() for value in p.detach().flatten()],
             "counted": ledger.counted.tolist() if ledger is not None else None,
+            "frozen": ledger.frozen.tolist() if case.frozen else None,
         }
+
+
+def frozen(dice: random.Random | None) -> nn.Parameter:
+    """Return a frozen part: everybody's, or with ``dice`` one of this script's own."""
+    numbers = torch.arange(float(SMALL_PARTS))
+    return nn.Parameter(numbers + (dice.choice((0.0, 1.0)) if dice else 0.0), requires_grad=False)
 
 
 def call(case: Case, fleet: Any, step: Any, dataset: TensorDataset, world: World) -> None:
@@ -397,7 +421,7 @@ def judge(case: Case, verdict: Verdict) -> None:
             text = f"CODE worker {slot}, which no fault touched, ended with {outcome.code}: {outcome.error}"
             verdict.problems.append(text)
     values = [one.value for one in verdict.outcomes.values() if one.code == 0 and one.value is not None]
-    if any(value["weights"] != values[0]["weights"] for value in values):
+    if any(value["weights"] != values[0]["weights"] or value["frozen"] != values[0]["frozen"] for value in values):
         verdict.problems.append("UNEQUAL replicas")
     for value in values:
         if value["counted"] is not None:

@@ -89,9 +89,9 @@ def haunt(ghost: Ghost, steps: Any) -> None:
         ghost.at("after round", steps.rounds)
         return take(*args)
 
-    def giving() -> Any:
+    def giving(*args: Any) -> Any:
         ghost.at("giving", 0)
-        return give()
+        return give(*args)
 
     def taken(*args: Any) -> Any:
         ghost.at("taking", 0)

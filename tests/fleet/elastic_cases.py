@@ -84,16 +84,21 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
         many_cores()
     if args.get("no_small_sums"):
         small_sums.MOST_BYTES = 0
-    ghost, steps_seen = Ghost(args), []
+    ghost, steps_seen, slot = Ghost(args), [], os.environ["PACELINE_WORKER"]
     with paceline.join(args.get("pace", "adaptive"), combine=args.get("combine", "gradients")) as fleet:
-        model = fleet.model(network(), shard=bool(args.get("shard")))
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+        net = network()
+        if "frozen" in args:
+            net.frozen = frozen(args["frozen"], slot)
+        model = fleet.model(net, shard=bool(args.get("shard")))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=RATE, momentum=0.9)
         scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
         steps = fleet.steps(data(), global_batch=BATCH, micro_batch=4, epochs=args.get("epochs", EPOCHS))._loop
         if args.get("one_cycle"):
             scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=len(steps))
         fleet.track(optimizer=optimizer, scheduler=scheduler)
         haunt(ghost, steps)
+        left_out = watch_what_is_left_out(steps)
         for step in steps:
             ghost.at("before work", step.index)
             for x, y in step:
@@ -107,6 +112,8 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
             ghost.at("before round", step.index)
             step.commit(optimizer)
             ghost.at("after commit", step.index)
+            if step.index == args.get("frozen", {}).get("moves"):
+                model.frozen.data.add_(1.0)  # no version counts this
             scheduler.step()
             steps_seen.append(step.index)
             if args.get("evaluate") and step.index % args["evaluate"] == 0:
@@ -117,7 +124,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
                 fleet.save(Path(os.environ["PACELINE_RUN_DIR"]) / "last.paceline")
         ghost.at("after the loop", 0)
         size = fleet.world_size
-        weights, momentum = flat(model.parameters()), flat(s["momentum_buffer"] for s in optimizer.state.values())
+        weights, momentum = flat(trained), flat(s["momentum_buffer"] for s in optimizer.state.values())
     return {
         "weights": weights,
         "momentum": momentum,
@@ -126,7 +133,28 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
         "size": size,
         "threads": len(os.listdir("/proc/self/task")),
         "files": len(os.listdir("/proc/self/fd")),
+        **({"frozen": flat([model.frozen]), "left_out": left_out} if "frozen" in args else {}),
     }
+
+
+def frozen(args: dict[str, Any], slot: str) -> nn.Parameter:
+    """A part that is the same on all workers, except for those whose script ``differs``."""
+    numbers = torch.randn(1000, generator=torch.Generator().manual_seed(5))
+    return nn.Parameter(numbers + args.get("differs", {}).get(slot, 0.0), requires_grad=False)
+
+
+def watch_what_is_left_out(steps: Any) -> list[int]:
+    """For each part of each state that this worker gives: its bytes if it is left out, and else 0."""
+    holding, sizes = steps.loop.replica.holding, []
+    leave_out = holding.leave_out
+
+    def watched(part: Any, held: Any) -> Any:
+        digest = leave_out(part, held)
+        sizes.append(part.memory.numel() if digest else 0)
+        return digest
+
+    holding.leave_out = watched
+    return sizes
 
 
 def haunt(ghost: Ghost, steps: Any) -> None:
@@ -138,9 +166,9 @@ def haunt(ghost: Ghost, steps: Any) -> None:
         ghost.at("after round", steps.index)
         return mean(*args, **more)
 
-    def giving() -> Any:
+    def giving(*args: Any) -> Any:
         ghost.at("giving", steps.index)
-        return give()
+        return give(*args)
 
     def taking(*args: Any) -> Any:
         ghost.at("taking", 0)

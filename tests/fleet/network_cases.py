@@ -39,7 +39,7 @@ def train(args: dict[str, Any]) -> dict[str, Any]:
         data, batch = elastic_cases.data(), elastic_cases.BATCH
         steps = fleet.steps(data, global_batch=batch, micro_batch=4, epochs=args["epochs"])._loop
         if "trap" in args:
-            steps.membership.give_state = lambda: with_code(args["trap"])
+            steps.membership.give_state = lambda held: with_code(args["trap"])
         scissors = Scissors(args.get("cut_in_round"))
         for step in steps:
             scissors.step = step.index

@@ -155,6 +155,31 @@ def test_several_that_come_at_once_all_get_the_state_though_one_of_them_dies_ove
     assert all(outcomes[slot].value["steps"] for slot in (2, 4)), "they entered in the end"
 
 
+@pytest.mark.parametrize(
+    ("frozen", "kills"),
+    [({}, [1, 1]), ({}, [1, 0]), ({"differs": {"1": 0.5}}, [1]), ({"moves": 3}, [1])],
+    ids=["same", "giver dies", "differs", "changed"],
+)
+def test_a_frozen_part_is_the_fleets_on_one_that_returns_and_travels_only_where_it_has_to(
+    tmp_path: Path, frozen: dict[str, Any], kills: list[int]
+) -> None:
+    die = {"1": [["before work", 6], *([["receiving", 5]] if kills == [1, 1] else [])]}
+    if 0 in kills:
+        die["0"] = [["sending", 5]]
+    with Flock(CASE, 3, tmp_path, args={"die": die, "frozen": frozen, **UNHURRIED}) as flock:
+        for slot in kills:
+            flock.wait_for_end(slot)
+            generation = flock.server.snapshot()["generation"]
+            flock.start(slot)
+        flock.wait_until(lambda: flock.together_since(generation))
+        outcomes = flock.hurry()
+    must_be_sound(tmp_path, outcomes, ended={0, 1, 2}, epochs=12)
+    values = [outcome.value for outcome in outcomes.values()]
+    assert all(value["frozen"] == values[0]["frozen"] for value in values)
+    sizes = {size for value in values for size in value["left_out"]}
+    assert sizes == ({0, 4000} if not frozen else {0}), sizes
+
+
 @pytest.mark.parametrize("point", [["giving", 0], ["sending", 6]], ids=["before", "amid"])
 def test_the_peer_that_gives_its_state_may_die_over_it(tmp_path: Path, point: list[Any]) -> None:
     with Flock(CASE, 3, tmp_path, args={"die": {"0": [point]}, **UNHURRIED}) as flock:

@@ -46,6 +46,7 @@ SHOWN_BY: dict[str, tuple[int, dict[str, Any], int]] = {
     "sums_of_the_old_size": (2740, {}, 1),
     "unsettled_group": (726, {}, 38),
     "waits_for_those_who_form": (678, {}, 0),
+    "trusts_old_digests": (183, {}, 183),
     "re_enters_in_mid_call": (
         1890,
         {

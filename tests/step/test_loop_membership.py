@@ -14,6 +14,7 @@ import torch
 
 import paceline
 from lone import flat, join, linear, mse, numbers, sgd
+from paceline.checkpoint import parts
 from paceline.errors import Dropped, FleetError
 from paceline.gradients.buckets import Bucket
 from paceline.gradients.header import Header, Layout
@@ -475,6 +476,34 @@ def test_a_newcomer_takes_over_where_a_peer_is(worker: MakeWorker, combine: Any)
             assert one.checked == [{"found": []}], "its data are compared with the peer's"
             one.members.at_boundary()
             assert one.transport.did == [], "what was due before it entered is not due any more"
+
+
+@pytest.mark.parametrize("loops", [1, 2], ids=["now", "when its script has come to the fleet's loop"])
+def test_a_frozen_part_that_a_newcomer_holds_stays_with_it(
+    worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, loops: int
+) -> None:
+    monkeypatch.setattr(parts, "LEAST", 4)
+    with worker(loops=loops) as peer, worker((-1, 9), rank=1, outside=True) as one:
+        for each in (peer, one):
+            each.model.weight.requires_grad_(False)
+        weights = peer.model.weight.tolist()
+        peer.members.at_boundary()
+        peer.steps.loop.replica.holding._thread.join()
+        one.members.at_boundary()
+        assert (one.transport.did[-1], len(one.members.held())) == ("re-form", 1)
+        change = peer.change((4, 9), renewed=[9])
+        peer.follow(change, id=4)
+        state = [part.clone() for part in peer.members.give_state(one.members.held())]
+        assert [part.numel() for part in state].count(0) == 1
+        one.transport.outside = False
+        one.transport.show((4, 9), rank=1, generation=2)
+        taken = one.members.take_over(state, change)
+        assert taken is (loops == 1)
+        one.model.weight.data.zero_()
+        if not taken:  # its script went on, and changed what it held
+            one.members._loop_number = 2
+            assert one.members.take_over(state, change)
+            assert one.model.weight.tolist() == weights
 
 
 @pytest.mark.parametrize("steps", [0, 2])

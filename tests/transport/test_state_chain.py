@@ -52,7 +52,7 @@ class Post:
             start_send=send,
             start_receive=receive,
             receive=lambda *message: receive(*message).wait(),
-            listener=SimpleNamespace(give_state=lambda: state),
+            listener=SimpleNamespace(give_state=lambda held: state),
         )
         return HandOver(transport)
 
@@ -76,7 +76,7 @@ def test_everybody_gets_the_whole_state_and_nobody_sends_it_twice(
     post, chain = Post(), [*range(2, 2 + newcomers)]
     with ThreadPoolExecutor(8) as pool:
         taking = [pool.submit(post.worker(rank).receive_state, 0, chain) for rank in reversed(chain)]
-        post.worker(0, state).send_state(chain)
+        post.worker(0, state).send_state(chain, ())
         for one in taking:
             assert all(map(torch.equal, one.result(10), state))
             assert len(one.result()) == len(state)
@@ -90,7 +90,7 @@ def test_a_state_that_is_large_and_one_that_is_nothing_arrive() -> None:
         post = Post()
         with ThreadPoolExecutor(1) as pool:
             taking = pool.submit(post.worker(2).receive_state, 0, [2])
-            post.worker(0, parts).send_state([2])
+            post.worker(0, parts).send_state([2], ())
             got = taking.result(10)
         assert len(got) == len(parts)
         assert all(map(torch.equal, got, parts))
@@ -132,7 +132,7 @@ def test_the_giver_goes_on_only_when_all_of_its_state_has_left(monkeypatch: pyte
         return SimpleNamespace(wait=lambda: waited.append(tag - handover.STATE_TAGS))
 
     monkeypatch.setattr(giver._transport, "start_send", send)
-    giver.send_state([2])
+    giver.send_state([2], ())
     assert waited == list(range(12)), "its training may change the state now"
 
 

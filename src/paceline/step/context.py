@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from paceline.checkpoint.held import Holding
 from paceline.feed.dealing import Dealing
 from paceline.gradients import Gradients, Header
 from paceline.pace.steering import RECENT
@@ -114,6 +115,8 @@ class ReplicaAccess:
     """Function that returns what must be the same on every worker."""
     alike: bool = True
     """Whether all workers have the same kind of device; others round differently, and are compared less often."""
+    holding: Holding = field(default_factory=lambda: Holding(dict, tuple))
+    """The parts of the replica that steps leave as they are, with their digests."""
 
 
 @dataclass

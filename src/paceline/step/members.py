@@ -10,7 +10,7 @@ which newcomers enter. A newcomer takes over a peer's state: models, everything 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,8 @@ PART = 0.2
 """The largest part of the time that pauses for entries may take."""
 MOST_S = 60.0
 """Nobody waits longer than this to enter: what the script did before its next step may look like a pause."""
+GIVERS = 2
+"""Workers that know by digests what a newcomer need not be sent: the first gives its state, and the next if it dies."""
 RATE = 0.2
 """Weight of the newest step in the running mean of a step's seconds."""
 
@@ -114,6 +116,9 @@ class Membership:
         self.all_leave = False
         """Whether all workers leave after the last round."""
         self._led, self._entries = transport.rank == 0, Entries()
+        self._own: dict[str, torch.Tensor] = {}
+        """On a newcomer: the parts of a state that it holds already, by digest."""
+        steps.loop.replica.holding.due = True
         transport.listener, transport.intact = self, steps.gradients.mean_gradient.intact
         transport.loop.begin(steps.script_loop.number + 1, passes.call_results.to_json())
         self._loop_number = transport.loop.number
@@ -155,6 +160,8 @@ class Membership:
         if self._transport.outside:
             self._enter()
             return
+        if self._transport.rank < GIVERS and not self._transport.grouped:
+            self._steps.loop.replica.holding.look_beside()
         generation, anew, mine = self._due
         if not anew:  # a worker that was handed the last round's result goes on as those do who had it
             return
@@ -181,6 +188,8 @@ class Membership:
         self._entries.opened(concurrency.monotonic())
         while not self._transport.take_over_later():
             self._transport.doing("waiting to enter")
+            if not self._transport.grouped:
+                self._own = self._steps.loop.replica.holding.look()
             with suppress(Dropped):
                 self._transport.re_form()
                 return
@@ -244,7 +253,10 @@ class Membership:
                 self._recorder.event("step", vars(record))
         self._led = self._transport.rank == 0
 
-    def give_state(self) -> list[torch.Tensor]:
+    def held(self) -> Collection[str]:
+        return self._own.keys()
+
+    def give_state(self, held: Collection[str] = ()) -> list[torch.Tensor]:
         try:
             given = self._steps.combine.newcomer_state()
         except Exception as error:  # of the script's own objects: those who have a state train on
@@ -260,19 +272,23 @@ class Membership:
             "begun": self._steps.begun,
             "passes": self._passes.state_dict(),
         }
-        return parts.take_apart({**given, **run})
+        holding = self._steps.loop.replica.holding
+        return parts.take_apart({**given, **run}, held=lambda part: holding.leave_out(part, held))
 
-    def take_over(self, data: Sequence[torch.Tensor], change: MembershipChange) -> bool:
+    def take_over(self, data: list[torch.Tensor], change: MembershipChange) -> bool:
         """Take over a peer's state, on a newcomer.
 
         Returns False when the fleet went on to a later loop while this worker waited: its script must reach that first.
         """
+        own, self._own = self._own, {}
         state = handed_in(
-            self._transport, lambda on: parts.put_together(data, device=on), device=self._steps.loop.device
+            self._transport, lambda on: parts.put_together(data, device=on, own=own), device=self._steps.loop.device
         )
         if "refused" in state:
             raise FleetError(state["refused"])
         if state["loop"] > self._loop_number:
+            if data:
+                parts.fill(data, own)  # the script goes on meanwhile
             return False
         if state["loop"] != self._loop_number:
             raise FleetError(f"this worker's script is in loop {self._loop_number} and the fleet in {state['loop']}")

@@ -249,6 +249,7 @@ class StepsConstructor:
                 restore=self._replica.take_over,
                 contents=self._replica.contents,
                 alike=plan.alike,
+                holding=self._replica.holding,
             ),
             micro_batches=MicroBatching(
                 dealing,

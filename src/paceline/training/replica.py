@@ -6,7 +6,7 @@ A model may be divided over the processes of a worker with torch's `fully_shard`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from hashlib import blake2b
@@ -18,6 +18,7 @@ from torch import nn
 
 from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint import shards
+from paceline.checkpoint.held import Holding
 from paceline.checkpoint.shards import TakenOut, gathered, is_sharded, local, mapped, reshard
 from paceline.errors import MisuseError
 from paceline.gradients.sharded import set_up
@@ -48,6 +49,7 @@ class Replica:
         self._bystanders = Bystanders(self._current_step)
         self._compared = False
         """Whether a loop's first step has compared the workers' contents."""
+        self.holding = Holding(self.state, self._lasting)
         self.overlap = True
         """Whether sums may start while backward runs."""
 
@@ -239,6 +241,18 @@ class Replica:
             "state": tracking.state.state_dict(),
         }
 
+    def _lasting(self) -> Iterator[tuple[Any, ...]]:
+        """Return the paths of frozen parameters and of buffers in the `state`: most steps leave them as they are."""
+        context = self._context
+        modules: list[tuple[tuple[Any, ...], torch.nn.Module]] = [
+            (("models", number), model) for number, model in enumerate(context.models)
+        ]
+        tracked = context.tracking.things.items()
+        modules += [(("tracked", name), thing) for name, thing in tracked if isinstance(thing, torch.nn.Module)]
+        for path, module in modules:
+            named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+            yield from ((*path, name) for name, tensor in named if not tensor.requires_grad)
+
     def check_state(self) -> None:
         """Raise ValueError unless everything tracked has a state that can be handed to a peer."""
         for name, thing in self._context.tracking.things.items():
@@ -300,6 +314,7 @@ class Replica:
         for hook in self._hooks:
             hook.remove()
         self._bystanders.close()
+        self.holding.close()
 
 
 def _without_divided(state: Any) -> Any:

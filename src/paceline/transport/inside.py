@@ -15,7 +15,7 @@ import os
 import pickle
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -323,11 +323,14 @@ class RelayedListener:
         self._head.relay("members_changed", (self._head.id, change))
         self._listener.members_changed(change, show)
 
-    def give_state(self) -> Sequence[torch.Tensor]:
-        self._head.relay("give_state")
-        return self._listener.give_state()
+    def held(self) -> Collection[str]:
+        return self._listener.held()
 
-    def take_over(self, data: Sequence[torch.Tensor], change: MembershipChange) -> bool:
+    def give_state(self, held: Collection[str]) -> Sequence[torch.Tensor]:
+        self._head.relay("give_state")
+        return self._listener.give_state(held)
+
+    def take_over(self, data: list[torch.Tensor], change: MembershipChange) -> bool:
         self._head.relay("take_over", (self._head.id, change))
         return self._listener.take_over(data, change)
 
@@ -388,7 +391,7 @@ class Follower(Transport):
             self._id, change = content
             self.listener.members_changed(change, partial(self._show, change.generation))
         elif kind == "give_state" and self.listener is not None:
-            self.listener.give_state()
+            self.listener.give_state(())
         elif kind == "take_over" and self.listener is not None:
             self._id, change = content
             self._show(change.generation)

@@ -37,14 +37,21 @@ class MembershipListener(Protocol):
         Must depend on nothing but what is the same on all workers.
         """
 
-    def give_state(self) -> Sequence[torch.Tensor]:
+    def held(self) -> Collection[str]:
+        """Return the digests of the parts of a state that a newcomer holds already."""
+
+    def give_state(self, held: Collection[str]) -> Sequence[torch.Tensor]:
         """Return the complete state at this step boundary, for a newcomer, as parts of bytes.
 
-        Their memory is the training's own, which goes on when they were sent.
+        Their memory is the training's own, which goes on when they were sent. Parts that all who receive it have
+        ``held`` may be left out: they are empty.
         """
 
-    def take_over(self, data: Sequence[torch.Tensor], change: MembershipChange) -> bool:
-        """Take over a peer's state. False: its loop is one that this worker's script has yet to come to."""
+    def take_over(self, data: list[torch.Tensor], change: MembershipChange) -> bool:
+        """Take over a peer's state.
+
+        False: its loop is one that this worker's script has yet to come to, and ``data`` stays good until then.
+        """
 
 
 def change_to(

@@ -12,7 +12,7 @@ import json
 import logging
 import mmap
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -159,7 +159,7 @@ class HandOver:
         self._transport, self._lanes = transport, transport.lanes
         self.sent: list[Any] = []
         """What was handed over, on its way."""
-        self.later: tuple[Sequence[torch.Tensor], MembershipChange] | None = None
+        self.later: tuple[list[torch.Tensor], MembershipChange] | None = None
         """A state that was handed to this newcomer, of a loop that its script has yet to come to."""
         self.recorded = concurrency.Event()
         """Whether the last background round is in the training's state, under the membership in which it ran.
@@ -215,14 +215,15 @@ class HandOver:
 
     # -- a newcomer's state ----------------------------------------------------------------------------------------
 
-    def send_state(self, chain: Sequence[int]) -> None:
+    def send_state(self, chain: Sequence[int], held: Collection[str]) -> None:
         """Send this worker's state, at a step boundary, to the first newcomer, straight from where it lies.
 
-        Returns when all of it has left: until then this worker's training does not go on and change it.
+        Returns when all of it has left: until then this worker's training does not go on and change it. What all
+        newcomers have ``held`` stays here.
         """
         listener = self._transport.listener
         if listener is not None:
-            state = listener.give_state()
+            state = listener.give_state(held)
             sending = SendingState(self._transport, chain[0], state)
             for piece in pieces_of(state):
                 sending.put(piece)
@@ -278,7 +279,7 @@ class HandOver:
         self._transport.entered(self._take_over(*later))
         return not self._transport.outside
 
-    def _take_over(self, data: Sequence[torch.Tensor], change: MembershipChange) -> bool:
+    def _take_over(self, data: list[torch.Tensor], change: MembershipChange) -> bool:
         assert self._transport.listener is not None
         self._transport.reform.show(change)
         return self._transport.listener.take_over(data, change)

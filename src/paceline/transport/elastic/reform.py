@@ -12,7 +12,7 @@ between the end of a background round and its entry in the training's state, whi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -384,6 +384,7 @@ class Reform:
             "slots": transport.slots.names(),
             "intact": transport.intact(),
             "training": listener.facts() if listener is not None else None,
+            "held": list(listener.held()) if listener is not None and fresh else [],
         }
         reports = forming.group.gather("settle", "settling", mine, watch=forming)
         incumbents = [rank for rank, theirs in enumerate(reports) if not theirs["fresh"]]
@@ -403,7 +404,8 @@ class Reform:
         if not incumbents:
             self.deliver_members_changed()
         elif newcomers:
-            self._bring_in(newcomers, giver=incumbents[0])
+            held = set[str].intersection(*(set(reports[rank]["held"]) for rank in newcomers))
+            self._bring_in(newcomers, giver=incumbents[0], held=held)
         transport.entered(self._hand_over.later is None)
         if self.group.rank == 0 and not transport.outside:
             with suppress(RuntimeError):  # the roster is away: a later leader tidies
@@ -415,15 +417,18 @@ class Reform:
         workers = self._transport.workers
         return change_to(self.now, workers=workers, renewed=self._renewed, gone=self._gone, facts=facts)
 
-    def _bring_in(self, newcomers: Sequence[int], *, giver: int) -> None:
-        """Pass a state on, at a step boundary: the giver sends it once, and newcomers hand it to one another."""
+    def _bring_in(self, newcomers: Sequence[int], *, giver: int, held: Collection[str]) -> None:
+        """Pass a state on, at a step boundary: the giver sends it once, and newcomers hand it to one another.
+
+        ``held``: the digests of parts that all newcomers hold.
+        """
         assert self.now is not None
         rank, facts = self.group.rank, self.now.facts
         chain = chain_of(newcomers, [str(facts[id].get("host")) for id in self.now.workers], giver=giver)
         if rank not in newcomers:
             self.deliver_members_changed()
             if rank == giver:
-                self._hand_over.send_state(chain)
+                self._hand_over.send_state(chain, held)
             return
         data = self._hand_over.receive_state(giver, chain)
         change, self._undelivered = self._undelivered, None
