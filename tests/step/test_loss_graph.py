@@ -17,6 +17,7 @@ from paceline.step.losses.loss_weights import look_at_division
 torch.manual_seed(0)
 ROWS, CLASSES = 6, 5
 NET, OTHER = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, CLASSES)), nn.Linear(8, 4, bias=False)
+BY_CLASS = nn.Linear(8, ROWS)
 FREE, PAIR = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(2))
 X, Y = torch.randn(ROWS, 8), torch.tensor([0, 1, -100, 2, -100, 3])
 WEIGHT, TARGET, MASK = torch.arange(1.0, 6.0), torch.rand(ROWS, CLASSES), Y >= 0
@@ -335,6 +336,9 @@ RECURRENT, CENTRES = Recurrent(), nn.Parameter(torch.randn(6, 5))
         lambda: F.mse_loss(out()[:, :1], X[:, :ROWS]),
         lambda: F.mse_loss(out()[:, :1].expand(ROWS, ROWS), X[0, :ROWS, None].expand(ROWS, ROWS)),
         lambda: F.cross_entropy(out() @ TARGET.T, Y.clamp(min=0)),
+        lambda: F.cross_entropy(NET(X) @ CENTRES.T, torch.arange(ROWS)),
+        lambda: F.cross_entropy(BY_CLASS(X) / 0.1, torch.arange(ROWS)),
+        lambda: F.cross_entropy(BY_CLASS(NET[0](X)[:, :1].expand(ROWS, 8)), torch.arange(ROWS)),
     ],
     ids=[
         "gru",
@@ -354,6 +358,9 @@ RECURRENT, CENTRES = Recurrent(), nn.Parameter(torch.randn(6, 5))
         "as many targets as samples",
         "a target of each sample, expanded",
         "as many classes as samples",
+        "one sample of each class, and a product",
+        "one sample of each class, below it no gradient",
+        "one sample of each class",
     ],
 )
 def test_what_goes_on_within_a_sample_is_no_coupling(loss: Loss) -> None:
