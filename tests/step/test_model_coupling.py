@@ -40,6 +40,20 @@ def masked() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 12), Masked(12, 2, 16, dropout=0.0, batch_first=True))
 
 
+class Packed(nn.Module):
+    """Texts of unlike lengths, packed by their length, so that they lie in another order meanwhile."""
+
+    def __init__(self, mixed: bool = False) -> None:
+        super().__init__()
+        self.first, self.lstm, self.mixed = nn.Linear(5, 8), nn.LSTM(8, 8, batch_first=True), mixed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.tensor([2, 6, 3, 5])
+        packed = nn.utils.rnn.pack_padded_sequence(self.first(x), lengths, batch_first=True, enforce_sorted=False)
+        h: torch.Tensor = self.lstm(packed)[1][0][-1]
+        return h - h.mean(0) if self.mixed else h
+
+
 def by_hand(h: torch.Tensor) -> torch.Tensor:
     return (h - h.mean(0)) / (h.std(0, unbiased=False) + 1e-5)
 
@@ -56,7 +70,7 @@ def recurrent(batch_first: bool) -> nn.Module:
     return nn.Sequential(nn.Embedding(20, 4), nn.LSTM(4, 8, batch_first=batch_first))
 
 
-class Packed(nn.Module):
+class PackedTexts(nn.Module):
     """A recurrence over texts of unlike lengths, which torch sorts, and back."""
 
     def __init__(self) -> None:
@@ -84,6 +98,7 @@ TOKENS = torch.randint(0, 20, (ROWS, 6))
         (Net(recurrent(False), last), TOKENS),
         (Net(layer(False), lambda h: h.mean(1)), torch.randn(ROWS, 7, 5)),
         (Net(nn.Linear(5, 8), lambda h: 0.7 * h + 0.3 * h[torch.tensor([2, 3, 0, 1])]), torch.randn(ROWS, 5)),
+        (Net(Packed(mixed=True), torch.tanh), torch.randn(ROWS, 6, 5)),
     ],
     ids=[
         "standardised by hand",
@@ -93,6 +108,7 @@ TOKENS = torch.randint(0, 20, (ROWS, 6))
         "of tokens",
         "a Transformer",
         "hidden samples mixed up",
+        "packed, and a mean",
     ],
 )
 def test_a_model_that_mixes_samples_is_found_and_its_gradients_stay_as_they_are(net: Net, x: torch.Tensor) -> None:
@@ -125,7 +141,8 @@ def test_a_model_that_mixes_samples_is_found_and_its_gradients_stay_as_they_are(
         (Net(nn.Linear(5, 8), lambda h: checkpoint(torch.tanh, h, use_reentrant=True)), torch.randn(ROWS, 5)),
         (Net(orthogonal(nn.Linear(8, ROWS)), torch.tanh, ROWS), torch.randn(ROWS, 5)),
         (Net(masked(), lambda h: h.mean(1), 12), torch.randn(ROWS, ROWS, 5)),
-        (Net(Packed(), torch.tanh), TOKENS),
+        (Net(PackedTexts(), torch.tanh), TOKENS),
+        (Net(Packed(), torch.tanh), torch.randn(ROWS, 6, 5)),
     ],
     ids=[
         "a network",
@@ -142,6 +159,7 @@ def test_a_model_that_mixes_samples_is_found_and_its_gradients_stay_as_they_are(
         "a weight made of a square matrix",
         "as many tokens as samples",
         "packed texts",
+        "packed by length",
     ],
 )
 def test_one_that_does_not_or_is_known_to_is_passed_over(net: Net, x: torch.Tensor) -> None:

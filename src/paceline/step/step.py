@@ -385,11 +385,15 @@ class Step(FormerNames):
         self._end_micro_batch(micro, Work(samples=micro.samples, micro_batches=1))
 
     def add(self, **figures: Any) -> None:
-        """Sum figures over the fleet, e.g. ``step.add(correct=n)``; after commit they are in ``step.record.sums``."""
+        """Sum figures over the fleet, e.g. ``step.add(correct=n)``; after commit they are in ``step.record.sums``.
+
+        A figure is a number. A tensor with a row per sample, or of booleans, is summed up.
+        """
         if self._combined:
             raise MisuseError(f"step.add after the round of step {self.index}: it can no longer be summed")
         for name, value in figures.items():
-            value = value.detach().to(torch.float64).sum() if isinstance(value, torch.Tensor) else float(value)
+            rows = None if self._micro_batch is None else self._micro_batch.rows
+            value = _sum_of(name, value, rows) if isinstance(value, torch.Tensor) else float(value)
             self._figures[name] = self._figures.get(name, 0.0) + value
 
     def _end_micro_batch(self, micro: MicroBatch, work: Work) -> None:
@@ -553,3 +557,17 @@ class Step(FormerNames):
         if self.record is None:
             raise MisuseError(f"step {self.index} has no result yet: it has one after step.commit")
         return self.record
+
+
+def _sum_of(name: str, value: torch.Tensor, rows: int | None) -> torch.Tensor:
+    """Return the sum of a figure's tensor; raise ValueError for one whose numbers may be meant one by one.
+
+    ``rows``: samples of the open micro-batch, of which each may have a number.
+    """
+    if value.numel() != 1 and value.dtype is not torch.bool and value.shape[:1] != (rows,):
+        raise ValueError(
+            f"step.add({name}=...) got a tensor of shape {tuple(value.shape)}, and a figure is one number: give "
+            f"{name}=values.sum(), or each number under a name of its own. A table, such as counts per class, is "
+            "made by fleet.evaluate(score, dataset, tables=...)"
+        )
+    return value.detach().to(torch.float64).sum()

@@ -6,7 +6,7 @@ At every other micro-batch these calls do nothing, as Accelerate's own while gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ from accelerate.state import GradientState
 from paceline.adapters.accelerate.refusals import NotCopied, in_words_of_accelerate
 from paceline.errors import MisuseError
 from paceline.feed import TorchGenerators
-from paceline.step.checks.schedules import horizons, steps_made
+from paceline.step.checks.schedules import ends_at, horizons, steps_made
 from paceline.step.step import Step
 
 
@@ -214,7 +214,8 @@ class StepUpdates:
 
     def _commit(self, *optimizers: torch.optim.Optimizer) -> None:
         assert self.step is not None
-        self._uncleared = [one for one in self._uncleared if one.has_gradient()]
+        applied = {id(parameter) for one in self._stepped for parameter in one.parameters()}
+        self._uncleared = [one for one in self._uncleared if one.has_gradient(but=applied)]
         with in_words_of_accelerate():
             self.step.commit(*optimizers)
         self.last = self.step
@@ -245,9 +246,9 @@ class FleetOptimizer(NotCopied, AcceleratedOptimizer):
         """Yield the parameters of all groups."""
         return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
 
-    def has_gradient(self) -> bool:
-        """Return whether a parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in self.parameters())
+    def has_gradient(self, *, but: Set[int]) -> bool:
+        """Return whether a parameter has a gradient, besides those with these ``id``."""
+        return any(parameter.grad is not None and id(parameter) not in but for parameter in self.parameters())
 
 
 class FleetScheduler(NotCopied, AcceleratedScheduler):
@@ -293,7 +294,7 @@ class FleetScheduler(NotCopied, AcceleratedScheduler):
     def _check_length(self) -> None:
         made = steps_made(self.scheduler) or 0
         for found in [] if self._warned else horizons(self.scheduler):
-            if made > found.steps + self._batches():
+            if made > found.steps + self._batches() and not self._ends_at(found.steps * self._batches(), found.steps):
                 self._warned = True
                 self._warn(
                     f"{type(self.scheduler).__name__} is past its end: it was made for {found.steps} steps "
@@ -301,6 +302,10 @@ class FleetScheduler(NotCopied, AcceleratedScheduler):
                     "update, one per process, as in Accelerate: make it by len(loader) before prepare, or for "
                     "accelerator.num_processes times the updates"
                 )
+
+    def _ends_at(self, steps: int, not_at: int) -> bool:
+        """Return whether a function of the script's ends at ``steps``, though it has a number ``not_at`` by name."""
+        return any(ends_at(function, steps, not_at=not_at) for function in getattr(self.scheduler, "lr_lambdas", ()))
 
 
 def keep_gradients(model: torch.nn.Module, may_clear: Callable[[torch.nn.Module], bool]) -> None:

@@ -304,7 +304,23 @@ def _has_negatives(node: Node, rows: int) -> bool:
     if rows < LEAST_NEGATIVES or shape_below(node) != (rows, rows):
         return False
     target = node._saved_target
-    return target.is_cpu and torch.equal(target, torch.arange(rows))
+    return target.is_cpu and torch.equal(target, torch.arange(rows)) and not _is_of_a_layer(node)
+
+
+def _is_of_a_layer(node: Node) -> bool:
+    """Return whether the scores that a node is given are a layer's, whose classes are rows of its parameters.
+
+    Then it is chance that the labels number the samples, as in a micro-batch of one sample of each class.
+    """
+    for _ in range(MOST_STEPS):
+        children = [child for child, _ in node.next_functions if child is not None]
+        if stem_of(node.__class__) in ("Addmm", "Linear", "Mm"):
+            return any(map(is_constant, children))
+        of_data = [child for child in children if not is_constant(child)]
+        if len(of_data) != 1:
+            return False
+        node = of_data[0]
+    return False
 
 
 def _is_between_rows(node: Node, rows: int) -> bool:
@@ -422,6 +438,8 @@ MOST_FIRST = 16
 """First tensors that are looked at."""
 _INPUTS = {"Addmm": slice(1, 2), "Linear": slice(0, 1), "Convolution": slice(0, 1)}
 """What a layer is given besides its weight and bias, which are of parameters, however they are made."""
+REORDERING = frozenset(("Index", "IndexSelect", "Gather"))
+"""Operations by which samples may lie in another order."""
 RECURRENT = frozenset(("CudnnRnn", "MiopenRnn", "MkldnnRnnLayer"))
 
 MIXED_INSIDE = (
@@ -445,26 +463,28 @@ def mixing(loss: torch.Tensor, rows: int) -> Any:
         return CERTAIN
     if any(_is_ambiguous(shape_of(*edge), rows) for edge in graph):
         return 0.0
-    in_order = _in_order(graph, last, rows)
-    first = [edge for edge in _first_by_sample(graph, rows) if edge not in last and edge in in_order]
+    first = [edge for edge in _first_by_sample(graph, rows) if edge not in last]
     if not first:
         return 0.0
-    ends = [GradientEdge(*edge) for edge in first]
+    ordered = not any(_reorders(edge, rows) for edge in graph)
+    began = rows // 2 if ordered else rows - 1  # of samples in another order one alone shows which rows it reads
     try:
         found = torch.autograd.grad(
             [GradientEdge(*edge) for edge in last],
-            ends,
-            grad_outputs=[_second_half(edge, rows) for edge in last],
+            [GradientEdge(*edge) for edge in first],
+            grad_outputs=[_samples_from(edge, began) for edge in last],
             retain_graph=True,
             allow_unused=True,
         )
     except RuntimeError:  # a checkpoint that allows no such backward, or too little memory
         return 0.0
-    halves = [(part[: rows // 2], part[rows // 2 :]) for part in found if part is not None]
-    if not halves:
+    reached = [part.flatten(1).abs().amax(1).to(loss.dtype) for part in found if part is not None]
+    if not reached:
         return 0.0
-    other = torch.stack([one.abs().amax().to(loss.dtype) for one, _ in halves]).amax()
-    own = torch.stack([one.abs().amax().to(loss.dtype) for _, one in halves]).amax()
+    if not ordered:
+        reached = [rows_of.sort().values for rows_of in reached]
+    other = torch.stack([rows_of[:began].amax() for rows_of in reached]).amax()
+    own = torch.stack([rows_of[began:].amax() for rows_of in reached]).amax()
     return other / (own + torch.finfo(own.dtype).tiny)
 
 
@@ -515,21 +535,6 @@ def _first_by_sample(children: dict[Edge, list[Edge]], rows: int) -> list[Edge]:
     return [edge for edge in found if edge not in above][:MOST_FIRST]
 
 
-def _in_order(children: dict[Edge, list[Edge]], last: list[Edge], rows: int) -> set[Edge]:
-    """Return the tensors whose samples reach the outputs in the order they have.
-
-    A packed sequence has its samples sorted by length. One that is reached by such a turn alone may have any order.
-    """
-    found: set[Edge] = set()
-    todo = list(last)
-    while todo:
-        edge = todo.pop()
-        if edge not in found:
-            found.add(edge)
-            todo += () if is_reordering(edge[0], rows) else children[edge]
-    return found
-
-
 def _is_leaf(node: Node) -> bool:
     return bool(node.__class__.__name__ == "AccumulateGrad")
 
@@ -540,9 +545,15 @@ def _is_along_samples(edge: Edge, rows: int) -> bool:
     return stem_of(edge[0].__class__) in RECURRENT and len(shape) == 3 and _is_by_sample(shape, rows)
 
 
-def _second_half(edge: Edge, rows: int) -> torch.Tensor:
-    """Return ones of changing sign, so that nothing cancels, for the second half of the samples; zeros for others."""
+def _reorders(edge: Edge, rows: int) -> bool:
+    """Return whether a tensor is made of another by picking samples: packed sequences lie by their lengths."""
+    stem, shape = stem_of(edge[0].__class__), shape_of(*edge)
+    return stem in REORDERING and rows in shape
+
+
+def _samples_from(edge: Edge, began: int) -> torch.Tensor:
+    """Return ones of changing sign, so that nothing cancels, for the samples from ``began``; zeros for others."""
     meta = edge[0]._input_metadata[edge[1]]
     ones = signs(torch.empty(tuple(meta.shape), dtype=meta.dtype, device=meta.device))
-    ones[: rows // 2] = 0
+    ones[:began] = 0
     return ones
