@@ -301,9 +301,11 @@ class SampleDealing:
         return self._in_pieces(ranges, self._feed.indices(ranges)) if ranges else []
 
     def _in_pieces(self, ranges: Sequence[Range], indices: NDArray[np.int64]) -> list[Piece]:
-        pieces = pieces_of(ranges, self.micro_batch)
-        ends = np.cumsum([total(piece) for piece in pieces])[:-1]
-        return list(zip(pieces, np.split(indices, ends), strict=True)) if pieces else []
+        pieces, end, cut = pieces_of(ranges, self.micro_batch), 0, list[Piece]()
+        for piece in pieces:
+            begin, end = end, end + total(piece)
+            cut.append((piece, indices[begin:end]))
+        return cut
 
     def take(self, largest: int | None = None) -> MicroBatch | None:
         if not self._pieces:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from paceline.feed.custom_orders import Batches
 from paceline.feed.randomness import MAX_LENGTH, KeyedPermutation, key
-from paceline.feed.ranges import Ranges, positions
+from paceline.feed.ranges import Ranges, positions, total
 from paceline.records import Range
 
 Order = Callable[[int], Sequence[int] | NDArray[np.int64] | Batches]
@@ -102,7 +102,7 @@ class Feed:
     @property
     def remaining(self) -> int:
         """Return the number of positions of the open epoch that are not consumed yet."""
-        return self._pool.total + sum(queue.total for queue in self._queues)
+        return self._remaining
 
     @property
     def consumed(self) -> int:
@@ -118,7 +118,7 @@ class Feed:
                 f"epoch {epoch} has nothing to deal: drop_last cuts its {self._draws} {self.unit} to a multiple of "
                 f"{self._multiple_of}; turn drop_last off or use a smaller global batch"
             )
-        self._pool = Ranges([(0, self.length)])
+        self._pool, self._remaining = Ranges([(0, self.length)]), self.length
         self._queues = _empty_queues(self.workers)
 
     def deal(self, shares: Sequence[int], *, ahead: Sequence[int] | int = 0) -> tuple[int, ...]:
@@ -153,6 +153,7 @@ class Feed:
         for worker, (queue, count) in enumerate(zip(self._queues, done)):
             if count > queue.total:
                 raise ValueError(f"worker {worker} cannot have done {count} samples: it was dealt {queue.total}")
+        self._remaining -= sum(done)
         return tuple(queue.take_front(count) for queue, count in zip(self._queues, done))
 
     def release(self, worker: int) -> None:
@@ -183,7 +184,9 @@ class Feed:
 
     def give_back(self, ranges: Iterable[Range]) -> None:
         """Put consumed positions back into the pool: the work on them is lost."""
-        self._pool.put_back(ranges)
+        given = list(ranges)
+        self._pool.put_back(given)
+        self._remaining += total(given)
 
     def indices(self, ranges: Sequence[Range]) -> NDArray[np.int64]:
         """Return the dataset indices at these positions of the open epoch."""
@@ -251,6 +254,7 @@ class Feed:
             self._queues = queues
         else:
             self._pool.put_back(part for queue in queues for part in queue.ranges)
+        self._remaining = self._pool.total + sum(queue.total for queue in self._queues)
 
     def _claim(self, queue: Ranges, count: int) -> None:
         queue.append(self._pool.take_front(count))

@@ -6,6 +6,7 @@ in it too, so a plan costs no wait of its own.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -180,20 +181,21 @@ class Header:
         self._plan[PLAN_HEAD + count :] = forecast
 
     def read_plan(self) -> Plan | None:
-        present, generation, step, deadline, wait_for, expects, least_count = self._plan[: PLAN_HEAD - 1]
+        numbers = self._plan.tolist()
+        present, generation, step, deadline, wait_for, expects, least_count = numbers[: PLAN_HEAD - 1]
         if not present:
             return None
-        count = (len(self._plan) - PLAN_HEAD) // 2
-        samples, forecast = self._plan[PLAN_HEAD : PLAN_HEAD + count], self._plan[PLAN_HEAD + count :]
+        count = (len(numbers) - PLAN_HEAD) // 2
+        forecast = numbers[PLAN_HEAD + count :]
         return Plan(
             generation=int(generation),
             step=int(step),
-            samples=tuple(map(int, samples.tolist())),
-            deadline_s=None if deadline < 0 else float(deadline),
+            samples=tuple(map(int, numbers[PLAN_HEAD : PLAN_HEAD + count])),
+            deadline_s=None if deadline < 0 else deadline,
             wait_for=int(wait_for) or None,
             expects=None if expects < 0 else int(expects),
-            forecast_s=None if np.isnan(forecast).all() else tuple(forecast.tolist()),
-            least_count=float(least_count),
+            forecast_s=None if all(map(math.isnan, forecast)) else tuple(forecast),
+            least_count=least_count,
         )
 
     def write_count(self, count: int) -> None:

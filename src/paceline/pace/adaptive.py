@@ -64,6 +64,10 @@ class Adaptive(Forecasting):
         self._probes = Probes(budget=probe)
         self._held: Belief | None = None
         self._total = 0
+        self._kept: tuple[Belief, int, NDArray[np.float64]] | None = None
+        """The held belief, a number of samples, and their real-valued shares by that belief."""
+        self._filled: tuple[Belief, tuple[Any, ...], Ints] | None = None
+        """The last shares in which nobody sat out, and what they were made from."""
 
     def check(self, workers: int) -> None:
         super().check(workers)
@@ -95,10 +99,15 @@ class Adaptive(Forecasting):
 
     def plan(self, ask: Ask) -> Plan:
         """Return the shares with which all are expected to finish together."""
-        belief = self._belief(ask.workers)
+        belief, asked = self._belief(ask.workers), (ask.workers, ask.total, ask.unit, ask.minimum, ask.maximum)
+        if self._filled is not None and self._filled[0] is belief and self._filled[1] == asked:
+            return self._answer(ask, self._filled[2])
         low, high = self.floors(ask), self.caps(ask)
         high = _within(belief.most, ask, low, high)
         shares = _fill(belief, ask, low, high)
+        if shares.all():
+            self._filled = belief, asked, shares
+            return self._answer(ask, shares)
         tried = self._tried(ask, belief, shares, low, high)
         if tried.any():
             low = np.where(tried, ask.unit, low)
@@ -113,9 +122,10 @@ class Adaptive(Forecasting):
     def _gains(self, held: Belief | None, present: Belief) -> bool:
         """Return whether shares by the present belief beat those by the held one by more than the dead-band."""
         assert held is not None
-        kept, _ = _split(held, self._total)
+        if self._kept is None or self._kept[0] is not held or self._kept[1] != self._total:
+            self._kept = held, self._total, _split(held, self._total)[0]
         _, best_s = _split(present, self._total)
-        return best_s < float(present.seconds(kept).max()) * (1 - self.dead_band)
+        return best_s < float(present.seconds(self._kept[2]).max()) * (1 - self.dead_band)
 
     def _tried(self, ask: Ask, belief: Belief, shares: Ints, low: Ints, high: Ints | None) -> NDArray[np.bool_]:
         """Return who is to be tried, one unit each, of those that would sit out.
@@ -240,12 +250,13 @@ class Probes:
         worked = np.fromiter(record.samples, dtype=np.float64, count=len(record.workers)) > 0
         tried = worked & (book["turn"] == step)
         regular = worked & ~tried
-        self._last_try = record.step if tried.any() else self._last_try
-        put(book["wait"], tried, 2 * np.maximum(book["wait"], step - book["seen"]))
-        put(book["turn"], tried, step + book["wait"])
-        put(book["tenure"], tried, 0.0)
-        put(book["turn"], ~worked & (book["turn"] >= 0) & (book["turn"] <= step), step + RETRY)
-        put(book["turn"], ~worked & (book["turn"] < 0), step + book["wait"])
+        if not regular.all():
+            self._last_try = record.step if tried.any() else self._last_try
+            put(book["wait"], tried, 2 * np.maximum(book["wait"], step - book["seen"]))
+            put(book["turn"], tried, step + book["wait"])
+            put(book["tenure"], tried, 0.0)
+            put(book["turn"], ~worked & (book["turn"] >= 0) & (book["turn"] <= step), step + RETRY)
+            put(book["turn"], ~worked & (book["turn"] < 0), step + book["wait"])
         put(book["turn"], regular, -1.0)
         put(book["wait"], regular, FIRST_WAIT)
         put(book["tenure"], regular, book["tenure"] + 1)

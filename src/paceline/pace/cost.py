@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.pace.ledger import Ledger
+from paceline.pace.shares import clipped
 from paceline.records import StepRecord
 
 Floats = NDArray[np.float64]
@@ -93,7 +94,7 @@ def measurements(record: StepRecord) -> tuple[Mask, Floats, Floats]:
     n = np.fromiter(record.samples, dtype=np.float64, count=count)
     t = np.fromiter(record.seconds, dtype=np.float64, count=count)
     measured: Mask = (n > 0) & (t > 0) & np.isfinite(t)
-    return measured, np.where(measured, n, 1.0), np.clip(np.where(measured, t, 1.0), *SECONDS_RANGE)
+    return measured, np.where(measured, n, 1.0), clipped(np.where(measured, t, 1.0), *SECONDS_RANGE)
 
 
 def resized(sizes: tuple[int, ...], measured: Mask, last: Floats) -> Mask:
@@ -127,13 +128,15 @@ class Costs:
             part=1.0,
             size=0.0,
         )
+        self._believed: Belief | None = None
+        """The belief about the workers of the last record, once it was asked for."""
 
     def observe(self, record: StepRecord) -> Mask:
         """Learn from one step; says of which workers the belief moved (a young belief, or a change of speed).
 
         Workers without samples or without a usable time (0, NaN, infinite: not measured) are passed over.
         """
-        book = self._ledger
+        book, self._believed = self._ledger, None
         book.arrange(record.workers)
         measured, n, t = measurements(record)
         self._forget(resized(record.micro_size, measured, book["size"]))
@@ -149,7 +152,13 @@ class Costs:
 
     def belief(self, workers: tuple[int, ...] | None = None) -> Belief:
         """Return the belief about ``workers`` (those of the last record by default), in their order."""
-        workers = self._ledger.present if workers is None else workers
+        if workers is not None and workers != self._ledger.present:
+            return self._belief(workers)
+        if self._believed is None:
+            self._believed = self._belief(self._ledger.present)
+        return self._believed
+
+    def _belief(self, workers: tuple[int, ...]) -> Belief:
         names = ("a", "b", "measured", "jumped", "part")
         a, b, measured, jumped, part = (self._ledger.look_up(name, workers) for name in names)
         known, doubtful = measured > 0, (measured == 1) | (jumped > 0)
@@ -177,6 +186,7 @@ class Costs:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._ledger.load_state_dict(state)
+        self._believed = None
 
     def _prior(self) -> tuple[float, float]:
         """Return the costs of a worker never measured: the median of those present, else of those that left."""
@@ -190,7 +200,7 @@ class Costs:
         """Take first measurements: scale the prior to meet the time; the ratio a/b stays open."""
         book, (a, b) = self._ledger, self._prior()
         fixed = a / (a + b * n) if (book["measured"] > 0).any() else np.full_like(t, PRIOR_FIXED)
-        fixed = np.clip(fixed, 0.0, MOST_FIXED)
+        fixed = clipped(fixed, 0.0, MOST_FIXED)
         put(book["a"], first, fixed * t)
         put(book["b"], first, (1 - fixed) * t / n)
         for name in ("aa", "ab", "bb"):
@@ -248,19 +258,24 @@ class Costs:
 
     def _correct(self, who: Mask, n: Floats, t: Floats, error: Floats, ga: Floats, gb: Floats, spread: Floats) -> None:
         """Correct the costs with gains ``ga / spread`` and ``gb / spread``, kept where costs make sense."""
+        if not who.any():
+            return
         book = self._ledger
         a, b = book["a"] + ga / spread * error, book["b"] + gb / spread * error
         expected = np.maximum(a + b * n, np.minimum(t, t - error) / 2)
-        a = np.clip(a, 0.0, np.where(book["noise"] > NOISY**2, NOISY_FIXED, MOST_FIXED) * expected)
+        a = clipped(a, 0.0, np.where(book["noise"] > NOISY**2, NOISY_FIXED, MOST_FIXED) * expected)
         put(book["a"], who, a)
         put(book["b"], who, (expected - a) / n)
         aa, bb = (np.maximum(book[x + x] - g * g / spread, 0.0) for x, g in (("a", ga), ("b", gb)))
         put(book["aa"], who, aa)
         put(book["bb"], who, bb)
-        put(book["ab"], who, np.clip(book["ab"] - ga * gb / spread, -np.sqrt(aa * bb), np.sqrt(aa * bb)))
+        most = np.sqrt(aa * bb)
+        put(book["ab"], who, clipped(book["ab"] - ga * gb / spread, -most, most))
 
     def _scale(self, who: Mask, by: Floats, ga: Floats, gb: Floats, spread: Floats) -> None:
         """Correct the speed alone: a and b grow by the same part."""
+        if not who.any():
+            return
         book = self._ledger
         for name, gain, other in (("aa", ga, ga), ("ab", ga, gb), ("bb", gb, gb)):
             put(book[name], who, book[name] - gain * other / spread)

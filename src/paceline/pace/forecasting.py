@@ -19,7 +19,7 @@ from paceline.pace.cost import SECONDS_RANGE, Costs, filled, median, resized
 from paceline.pace.forecast import Floats, Forecast, Mask, Seen
 from paceline.pace.ledger import Ledger
 from paceline.pace.pacer import Ask, Pacer
-from paceline.pace.shares import Bound, Ints
+from paceline.pace.shares import Bound, Ints, clipped, each
 from paceline.records import Plan, StepRecord
 
 T = TypeVar("T")
@@ -71,9 +71,7 @@ def floors(ask: Ask, minimum: Bound = 0) -> Ints:
 
     The tail of an epoch may be shorter than the sum of the minimums, so a minimum is a wish; a maximum is not.
     """
-    wanted = np.maximum(
-        *(np.broadcast_to(np.asarray(bound, np.int64), len(ask.workers)) for bound in (ask.minimum, minimum))
-    )
+    wanted = np.maximum(each(ask.minimum, len(ask.workers)), each(minimum, len(ask.workers)))
     units, least = ask.total // ask.unit, -(-wanted // ask.unit)
     if least.sum() > units:
         least = least * units // least.sum()
@@ -82,9 +80,7 @@ def floors(ask: Ask, minimum: Bound = 0) -> Ints:
 
 def caps(ask: Ask, maximum: Bound | None = None) -> Ints | None:
     """Return everybody's maximum, in samples; None when there is none."""
-    bounds = [
-        np.broadcast_to(np.asarray(b, np.int64), len(ask.workers)) for b in (ask.maximum, maximum) if b is not None
-    ]
+    bounds = [each(bound, len(ask.workers)) for bound in (ask.maximum, maximum) if bound is not None]
     return np.minimum.reduce(bounds) if bounds else None
 
 
@@ -106,12 +102,18 @@ TYPICAL_RATE = 0.3
 """Weight of the newest step in what is typical of a worker."""
 
 
-def column(values: tuple[float, ...] | tuple[int, ...], count: int) -> Floats:
+Numbers = tuple[float, ...] | tuple[int, ...]
+
+
+def column(values: Numbers, count: int) -> Floats:
     """Return a record's numbers as an array, within what is possible; 0 where it has none, or no numbers."""
-    if len(values) != count:
-        return np.zeros(count)
-    found = np.fromiter(values, dtype=np.float64, count=count)
-    return np.where(np.isfinite(found) & (found > 0), np.clip(found, *SECONDS_RANGE), 0.0)
+    return np.asarray(columns((values,), count)[0])
+
+
+def columns(facts: Sequence[Numbers], count: int) -> Floats:
+    """Return several facts of a record likewise, one row for each."""
+    found = np.array([values if len(values) == count else (0.0,) * count for values in facts], dtype=np.float64)
+    return np.where(np.isfinite(found) & (found > 0), clipped(found, *SECONDS_RANGE), 0.0)
 
 
 def steps_ahead(planned: int, observed: int) -> int:
@@ -146,14 +148,18 @@ class Followed:
             settling[:] = 0.0  # they all begin together, so nobody looks slow beside the others
         np.copyto(settling, 1.0, where=resized(sizes, measured, self._ledger["size"]) & (settling == 0))
         anew = measured & (settling > 0)
-        believed = filled(np.where((typical > 0) & ~anew, typical, np.where(measured, seconds, 0.0)))
+        known = (typical > 0) & ~anew
+        if workers == self.workers and known.all() and measured.all():  # as mostly
+            self.forecast.observe(Seen(seconds, late))
+            typical += TYPICAL_RATE * (seconds - typical)
+            return
+        believed = filled(np.where(known, typical, np.where(measured, seconds, 0.0)))
         self._regroup(workers, believed, anew)
         # One never measured stands at the others' median, so that no forecast starts from a bound that says nothing.
         low = np.where(typical > 0, NO_BOUND * believed, believed)
         bound = late & ((typical > 0) | (seconds > low))
         self.forecast.observe(Seen(np.where(late, np.maximum(seconds, low), seconds), bound))
-        newest = np.where((typical > 0) & ~anew, typical + TYPICAL_RATE * (seconds - typical), seconds)
-        np.copyto(typical, newest, where=measured)
+        np.copyto(typical, np.where(known, typical + TYPICAL_RATE * (seconds - typical), seconds), where=measured)
         settling -= anew
 
     def draws(self, workers: tuple[int, ...], rows: int, rng: np.random.Generator, *, ahead: int = 1) -> Floats | None:

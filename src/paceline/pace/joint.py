@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,10 +12,10 @@ import numpy as np
 from paceline.pace.adaptive import Adaptive
 from paceline.pace.cost import resized
 from paceline.pace.forecast import Floats, Forecast, Learner, Mask, make
-from paceline.pace.forecasting import DRAWS, TYPICAL_RATE, Followed, column, floors, steps_ahead
+from paceline.pace.forecasting import DRAWS, TYPICAL_RATE, Followed, columns, floors, steps_ahead
 from paceline.pace.ledger import Ledger
 from paceline.pace.pacer import Ask, Pacer, Simulated, Traits
-from paceline.pace.shares import Ints, proportional
+from paceline.pace.shares import Ints, clipped, proportional
 from paceline.pace.steering import Gain
 from paceline.records import Plan, StepRecord
 
@@ -223,7 +224,7 @@ class Joint(Pacer):
         most, at_work = _most(ask, self.adaptive.caps(ask)), self._at_work.factors(stuck)
         deadline_s = _bounded(solve(pace_s, ask.total, most=most, at_work=at_work) * self._stretch)
         mean_s, best_s = pace_s.mean(axis=0), self._ledger.look_up("best", ask.workers)
-        best_s = np.clip(np.minimum(best_s, pace_s.min(axis=0)), mean_s / FASTEST, mean_s)
+        best_s = clipped(np.minimum(best_s, pace_s.min(axis=0)), mean_s / FASTEST, mean_s)
         shares = GENEROUS * np.maximum(at_work, 1.0) * deadline_s / best_s
         shares = np.maximum(shares, self.adaptive.floors(ask))
         units = np.ceil(np.minimum(shares, most) / ask.unit).astype(np.int64)
@@ -295,9 +296,8 @@ class _Work:
 
     def __init__(self, record: StepRecord) -> None:
         count = len(record.workers)
-        self.planned, self.samples, seconds, unfinished, pieces = (
-            column(values, count)
-            for values in (record.planned, record.samples, record.seconds, record.unfinished_s, record.micro_batches)
+        self.planned, self.samples, seconds, unfinished, pieces = columns(
+            (record.planned, record.samples, record.seconds, record.unfinished_s, record.micro_batches), count
         )
         self.measured: Mask = (self.samples > 0) & (seconds > 0)
         self.stuck: Mask = (self.samples == 0) & (self.planned > 0)
@@ -309,15 +309,15 @@ class _Work:
         self.stalled_pace_s = self.pace_s + np.where(stalled, unfinished, 0.0) / each
         self.speed = np.divide(1.0, self.pace_s, out=np.zeros(count), where=self.measured)
         self.slowest_s = float(seconds.max(initial=0.0))
-        self.wall_s = float(column((record.wall_s,), 1)[0])
+        times = columns(((record.wall_s,), (record.deadline_s or 0.0,)), 1)
+        self.wall_s, limit_s = map(float, times[:, 0])
         busy = float(np.max(seconds + unfinished, initial=0.0))
         cut = bool((self.samples < self.planned).any())
-        limit_s = float(column((record.deadline_s or 0.0,), 1)[0])
         self.closed_s = max(LEAST_S, limit_s if limit_s and cut else busy)
 
     def overhead_s(self, worked_s: float) -> float:
         """Return what the step took beyond its work; at most as much again, for a late leader's clock is no measure."""
-        return float(np.clip(self.wall_s - worked_s, 0.0, worked_s))
+        return min(max(self.wall_s - worked_s, 0.0), worked_s)
 
 
 def _most(ask: Ask, high: Ints | None) -> Floats:
@@ -327,7 +327,7 @@ def _most(ask: Ask, high: Ints | None) -> Floats:
 
 
 def _bounded(deadline_s: float) -> float:
-    return float(np.clip(deadline_s, LEAST_S, MOST_S)) if np.isfinite(deadline_s) else MOST_S
+    return min(max(deadline_s, LEAST_S), MOST_S) if math.isfinite(deadline_s) else MOST_S
 
 
 def solve(per_sample_s: Floats, total: int, *, most: Floats, at_work: Floats | float = 1.0) -> float:
@@ -406,7 +406,7 @@ class Availability:
                     sums[group] = KEEP * sums[group] + float(values[members].sum()) / total
 
     def _ratio(self) -> Floats:
-        return np.asarray(np.clip(self._counted / np.maximum(self._expected, 1e-9), *RANGE))
+        return clipped(self._counted / np.maximum(self._expected, 1e-9), *RANGE)
 
     def state_dict(self) -> dict[str, Any]:
         return {"counted": self._counted.tolist(), "expected": self._expected.tolist()}

@@ -32,6 +32,8 @@ class Ledger:
     def __init__(self, **defaults: float) -> None:
         self._defaults = defaults
         self._columns: dict[str, Floats] = {name: np.empty(0) for name in defaults}
+        self._here = self._columns
+        """The columns' first rows, of the workers present."""
         self._workers: tuple[int, ...] = ()
         self._present: tuple[int, ...] = ()
 
@@ -41,7 +43,7 @@ class Ledger:
 
     def __getitem__(self, name: str) -> Floats:
         """Return the column of the workers present, in rank order; writing into it changes the ledger."""
-        return self._columns[name][: len(self._present)]
+        return self._here[name]
 
     def everybody(self, name: str) -> Floats:
         """Return the column with those that left behind those present; writing into it changes the ledger."""
@@ -64,7 +66,11 @@ class Ledger:
         rows = self._rows(workers + absent)
         self._columns = {name: self._take(name, rows) for name in self._defaults}
         self._present, self._workers = workers, workers + absent
+        self._note_present()
         return True
+
+    def _note_present(self) -> None:
+        self._here = {name: column[: len(self._present)] for name, column in self._columns.items()}
 
     def look_up(self, name: str, workers: tuple[int, ...]) -> Floats:
         """Return the column for any workers, in their order; changes nothing."""
@@ -93,3 +99,4 @@ class Ledger:
             name: np.array(saved.get(name, [default] * rows), dtype=np.float64)
             for name, default in self._defaults.items()
         }
+        self._note_present()

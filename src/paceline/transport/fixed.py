@@ -132,6 +132,7 @@ class FixedTransport(Distributed):
         super().__init__(device, CallSequences(CALLS, BACKGROUND, GROUP))
         store, *launched_as, self._meeting = _rendezvous()
         self.rank, self.size = ranked or launched_as
+        self.solitary = self.size == 1
         self.workers = tuple(range(self.size))
         self._holds_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
