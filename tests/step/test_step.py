@@ -438,13 +438,28 @@ def test_figures_add_up_over_micro_batches_wherever_they_are_added(fleet: paceli
     step = first(fleet)
     step.add(before=5)
     for x, y in step:
-        step.add(rows=len(x), total=torch.ones(2, 2, dtype=torch.int64))
+        step.add(rows=len(x), total=torch.ones(2, 2, dtype=torch.bool))
         step.backward(mse(model, x, y))
         step.add(rows=len(x))
     step.add(after=True)
     step.commit(sgd(model))
     assert step.sums == {"before": 5.0, "rows": 16.0, "total": 8.0, "after": 1.0}
     assert step.record.sums == step.sums
+
+
+def test_a_figure_of_several_numbers_is_refused_unless_they_are_of_single_samples(
+    fleet: paceline.Fleet, model: nn.Linear
+) -> None:
+    step = first(fleet, global_batch=6, micro_batch=6)
+    for x, y in step:
+        with pytest.raises(ValueError, match=r"shape \(3,\), and a figure is one number: give per_class=values.sum\(\)"):
+            step.add(per_class=torch.bincount(torch.arange(6) % 3))
+        step.add(each=torch.ones(6), one=torch.ones(1, 1))
+        step.backward(mse(model, x, y))
+    with pytest.raises(ValueError, match="a figure is one number"):
+        step.add(each=torch.ones(6))
+    step.commit(sgd(model))
+    assert step.sums == {"each": 6.0, "one": 1.0}
 
 
 def test_the_loss_is_the_mean_over_samples_for_uneven_micro_batches(fleet: paceline.Fleet, model: nn.Linear) -> None:
