@@ -17,6 +17,7 @@ from paceline.step.losses.loss_weights import look_at_division
 torch.manual_seed(0)
 ROWS, CLASSES = 6, 5
 NET, OTHER = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, CLASSES)), nn.Linear(8, 4, bias=False)
+BY_CLASS = nn.Linear(8, ROWS)
 FREE, PAIR = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(2))
 X, Y = torch.randn(ROWS, 8), torch.tensor([0, 1, -100, 2, -100, 3])
 WEIGHT, TARGET, MASK = torch.arange(1.0, 6.0), torch.rand(ROWS, CLASSES), Y >= 0
@@ -360,6 +361,9 @@ def turned() -> torch.Tensor:
         turned,
         lambda: each()[MASK].mean() + each()[torch.tensor([0, 2, 3])].mean(),
         lambda: F.cross_entropy(NET(X[torch.tensor([3, 0, 5, 1, 2, 4])]), CLASS),
+        lambda: F.cross_entropy(NET(X) @ CENTRES.T, torch.arange(ROWS)),
+        lambda: F.cross_entropy(BY_CLASS(X) / 0.1, torch.arange(ROWS)),
+        lambda: F.cross_entropy(BY_CLASS(NET[0](X)[:, :1].expand(ROWS, 8)), torch.arange(ROWS)),
     ],
     ids=[
         "gru",
@@ -384,6 +388,9 @@ def turned() -> torch.Tensor:
         "packed texts",
         "a mask",
         "all samples in another order",
+        "one sample of each class, and a product",
+        "one sample of each class, below it no gradient",
+        "one sample of each class",
     ],
 )
 def test_what_goes_on_within_a_sample_is_no_coupling(loss: Loss) -> None:

@@ -304,7 +304,23 @@ def _has_negatives(node: Node, rows: int) -> bool:
     if rows < LEAST_NEGATIVES or shape_below(node) != (rows, rows):
         return False
     target = node._saved_target
-    return target.is_cpu and torch.equal(target, torch.arange(rows))
+    return target.is_cpu and torch.equal(target, torch.arange(rows)) and not _is_of_a_layer(node)
+
+
+def _is_of_a_layer(node: Node) -> bool:
+    """Return whether the scores that a node is given are a layer's, whose classes are rows of its parameters.
+
+    Then it is chance that the labels number the samples, as in a micro-batch of one sample of each class.
+    """
+    for _ in range(MOST_STEPS):
+        children = [child for child, _ in node.next_functions if child is not None]
+        if stem_of(node.__class__) in ("Addmm", "Linear", "Mm"):
+            return any(map(is_constant, children))
+        of_data = [child for child in children if not is_constant(child)]
+        if len(of_data) != 1:
+            return False
+        node = of_data[0]
+    return False
 
 
 def _is_between_rows(node: Node, rows: int) -> bool:
