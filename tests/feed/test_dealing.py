@@ -75,7 +75,7 @@ def test_halving_at_any_moment_keeps_every_sample_exactly_once(
             done += values(micro)
         assert len(done) + dealing.left == length
     assert done == list(range(length))
-    assert dealing.commit([len(done)], ended=False) == (((0, length),),)
+    assert dealing.commit([len(done)]) == (((0, length),),)
     assert dealing.remaining == 0
     assert dealing.progress == 1.0
 
@@ -92,7 +92,7 @@ def test_workers_that_make_the_same_calls_share_the_data_without_a_word() -> Non
             while (micro := dealing.take()) is not None:
                 seen.update(values(micro))
         for dealing in workers:
-            dealing.commit(dealt[0], ended=False)
+            dealing.commit(dealt[0])
     assert seen == Counter(range(30))
     assert [dealing.remaining for dealing in workers] == [0, 0]
 
@@ -100,7 +100,7 @@ def test_workers_that_make_the_same_calls_share_the_data_without_a_word() -> Non
 def test_the_state_resumes_between_steps() -> None:
     dealing = sample_dealing(20)
     dealing.deal([8])
-    dealing.commit([8], ended=False)
+    dealing.commit([8])
     again = sample_dealing(20)
     again.load_state_dict(dealing.state_dict())
     again.begin_share(*again.deal([20]))
@@ -116,6 +116,40 @@ class Count(IterableDataset[torch.Tensor]):
 
     def __iter__(self) -> Any:
         yield from (torch.tensor(number) for number in range(self.length))
+
+
+def divided_stream(length: int, shares: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Go through a stream that is divided here, and return what each worker did in each step."""
+    size, steps = len(shares), list[tuple[int, ...]]()
+    workers = [
+        StreamDealing(
+            Source(Count(length), device=CPU, seed=0, split=True), identity=rank, micro_batch=4, rank=rank, size=size
+        )
+        for rank in range(size)
+    ]
+    while workers[0].remaining is None:
+        done = []
+        for rank, worker in enumerate(workers):
+            dealt = worker.deal(shares)
+            worker.begin_share(dealt[rank])
+            done.append(sum(micro.samples for micro in iter(worker.take, None)))
+        for worker in workers:
+            worker.commit(done, [each.ended for each in workers])
+        steps.append(tuple(done))
+    return steps
+
+
+def test_where_one_part_of_a_divided_stream_ends_first_the_steps_stay_as_large_as_they_were() -> None:
+    steps = divided_stream(80, (2, 6))
+    assert [sum(step) for step in steps if sum(step)] == [8, 8, 8, 8, 8, 8, 6, 8, 8, 8, 2]
+    assert [sum(each) for each in zip(*steps, strict=True)] == [40, 40]
+
+
+@given(length=st.integers(0, 60), shares=st.tuples(*[st.integers(0, 9)] * 3))
+def test_a_divided_stream_is_read_to_its_end_whatever_the_shares(length: int, shares: tuple[int, ...]) -> None:
+    steps = divided_stream(length, shares)
+    assert [sum(each) for each in zip(*steps, strict=True)] == [len(range(rank, length, 3)) for rank in range(3)]
+    assert all(sum(step) <= max(3, *(sum(max(1, share) for share in shares),)) for step in steps)
 
 
 def stream_dealing(length: int, micro_batch: int) -> StreamDealing:
@@ -137,7 +171,7 @@ def test_a_stream_is_drawn_in_shares_until_it_ends(length: int, share: int, micr
         assert dealing.remaining is None
         seen += step
     assert seen == list(range(length))
-    dealing.commit([0], ended=True)
+    dealing.commit([0], ended=[True])
     assert dealing.remaining == 0
     dealing.open(1)
     assert not dealing.ended
@@ -187,7 +221,7 @@ def test_a_worker_lost_in_mid_step_costs_the_others_nothing_they_did_and_its_sam
         dealing.members_changed([0, 2], rank=rank, ahead=[0, 0])
     rest = [taken(dealing) for dealing in survivors]  # pieces in hand stay
     assert [values(micro) + more for micro, more in zip(first, rest, strict=True)] == [[0, 1, 2, 3], [8, 9, 10, 11]]
-    assert [dealing.commit([4, 2], ended=False) for dealing in survivors] == [(((0, 4),), ((8, 10),))] * 2
+    assert [dealing.commit([4, 2]) for dealing in survivors] == [(((0, 4),), ((8, 10),))] * 2
     assert [dealing.remaining for dealing in survivors] == [24, 24]
     for rank, dealing in enumerate(survivors):
         dealing.begin_share(dealing.deal([5, 2])[rank])
@@ -196,7 +230,7 @@ def test_a_worker_lost_in_mid_step_costs_the_others_nothing_they_did_and_its_sam
 
 def test_a_newcomer_takes_over_a_peers_dealing_and_deals_as_it_does() -> None:
     peer = sample_dealing(20, workers=2, rank=1, micro_batch=4)
-    peer.commit(peer.deal([3, 4]), ended=False)
+    peer.commit(peer.deal([3, 4]))
     peer.deal([2, 2])
     peer.members_changed([1, None, None], rank=0, ahead=[0, 4, 0])
     newcomer = sample_dealing(20, workers=1, micro_batch=4)
@@ -214,7 +248,7 @@ def test_a_stream_goes_on_as_it_was_when_members_change_and_a_newcomer_opens_the
     dealing.open(3)
     dealing.begin_share(*dealing.deal([6]))
     before = dealing.take()
-    dealing.members_changed([1, None], rank=0, ahead=[0, 0])
+    dealing.members_changed([0, None], rank=0, ahead=[0, 0])
     after = dealing.take()
     assert before is not None
     assert after is not None

@@ -207,7 +207,7 @@ class Periods:
             self.exchange.merge_statistics(round)
         ended, walls = round.ended or concurrency.perf_counter(), table[:, 1]
         samples = header.column("samples").astype(int)
-        ranges: tuple[tuple[Range, ...], ...] = loop.dealing.commit(tuple(samples.tolist()), False)
+        ranges: tuple[tuple[Range, ...], ...] = loop.dealing.commit(tuple(samples.tolist()))
         late_s = 0.0 if self._nobody_is_late else max(0.0, float(walls.max()) - period.wall_s)
         record = StepRecord(
             **loop.work_fields(header),

@@ -20,6 +20,7 @@ from paceline.feed.feed import Feed, Order
 from paceline.feed.micro_batches import MicroBatch, Piece, front_of, own_rows, pieces_of
 from paceline.feed.ranges import Ranges, total
 from paceline.feed.source import Source
+from paceline.pace.shares import proportional
 from paceline.records import Range, StepRecord
 
 if TYPE_CHECKING:
@@ -111,12 +112,12 @@ class Dealing(Protocol):
             again: also return the last taken micro-batch to the share.
         """
 
-    def commit(self, done: Sequence[int], ended: bool) -> tuple[tuple[Range, ...], ...]:
+    def commit(self, done: Sequence[int], ended: Sequence[bool] = ()) -> tuple[tuple[Range, ...], ...]:
         """End the step; return the positions that each worker counted.
 
         Args:
             done: samples that each worker did.
-            ended: whether every worker's stream has ended.
+            ended: whether each worker's stream has ended; empty where it is not known.
         """
 
     def open(self, epoch: int) -> None: ...
@@ -354,7 +355,7 @@ class SampleDealing:
         self.resize(min(self.micro_batch, size))
         return True
 
-    def commit(self, done: Sequence[int], ended: bool) -> tuple[tuple[Range, ...], ...]:
+    def commit(self, done: Sequence[int], ended: Sequence[bool] = ()) -> tuple[tuple[Range, ...], ...]:
         return self._feed.consume(done)
 
     def open(self, epoch: int) -> None:
@@ -454,7 +455,8 @@ class StreamDealing:
 
     A stream that the source divides is divided when a pass begins, among the members of that moment. A worker that
     enters later has no part in that pass, and what a lost worker had not read of its part is not read in it: no sample
-    is read twice.
+    is read twice. What the pace gives to a worker whose stream has ended is dealt to the others, so that steps stay as
+    large as they were.
     """
 
     length = None
@@ -475,6 +477,9 @@ class StreamDealing:
         self._source, self._identity = source, identity
         self._share = self._drawn = 0
         self._all_ended = False
+        self._over = [False] * size
+        """Whether the stream of each worker has ended; all workers hold the same."""
+        self._dealt = (0,) * size
 
     @property
     def at_once(self) -> int:
@@ -501,9 +506,20 @@ class StreamDealing:
         return np.empty(0, dtype=np.int64)
 
     def deal(self, samples: Sequence[int]) -> tuple[int, ...]:
-        """Return the shares; where the stream is divided every worker has one, since no other would read its part."""
+        """Return the shares: all that was asked for, of the workers whose streams go on.
+
+        Where the stream is divided each of these has a share, since no other would read its part.
+        """
         fewest = self.smallest if self._source.split else 0
-        return tuple(max(share, fewest) for share in samples)
+        if not any(self._over) or all(self._over):
+            self._dealt = tuple(max(share, fewest) for share in samples)
+            return self._dealt
+        goes_on = ~np.array(self._over)
+        weights = np.where(goes_on, samples, 0)
+        total = max(sum(samples), fewest * int(goes_on.sum()))
+        shares = proportional(weights if weights.any() else goes_on, total, minimum=fewest * goes_on)
+        self._dealt = tuple(shares.tolist())
+        return self._dealt
 
     def begin_share(self, share: int, *, done: int = 0) -> None:
         self._share = share
@@ -536,13 +552,16 @@ class StreamDealing:
         self.micro_batch = min(self.micro_batch, size)
         return True
 
-    def commit(self, done: Sequence[int], ended: bool) -> tuple[tuple[Range, ...], ...]:
-        self._all_ended = ended
+    def commit(self, done: Sequence[int], ended: Sequence[bool] = ()) -> tuple[tuple[Range, ...], ...]:
+        self._all_ended = bool(ended) and all(ended)
+        for worker, (share, over) in enumerate(zip(self._dealt, ended, strict=False)):
+            self._over[worker] |= over and share > 0  # one without a share has not drawn
         return ()
 
     def open(self, epoch: int) -> None:
         self.epoch, self.ended, self._all_ended, self._drawn = epoch, False, False, 0
         self._pass = (epoch, self._part)
+        self._over = [False] * self._part[1]
 
     def renew(self) -> None:
         self._source.renew()
@@ -553,6 +572,9 @@ class StreamDealing:
     def members_changed(self, old_ranks: Sequence[int | None], *, rank: int, ahead: Sequence[int]) -> None:
         """Divide the next pass among the new members; until then each worker keeps its stream."""
         self._part = (rank, len(old_ranks))
+        newcomer = self._source.split  # has no part in this pass
+        self._over = [newcomer if old is None else self._over[old] for old in old_ranks]
+        self._dealt = tuple(0 if old is None else self._dealt[old] for old in old_ranks)
 
     def give_back(self, ranges: Sequence[Range]) -> None:
         """Do nothing: a stream has no positions."""
@@ -561,9 +583,10 @@ class StreamDealing:
         self._part = (rank, len(ahead))
         self.load_state_dict(state)
         self.ended = self._source.split  # the pass under way was divided before this worker came
+        self._over, self._dealt = list(state["over"]), tuple(state["dealt"])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch}
+        return {"epoch": self.epoch, "over": list(self._over), "dealt": list(self._dealt)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.open(state["epoch"])

@@ -232,7 +232,7 @@ class TrainingState:
         what was counted.
         """
         self.keep_before(step_state)
-        step_state.ranges = joined(step_state.ranges, self.dealing.commit(done, False))
+        step_state.ranges = joined(step_state.ranges, self.dealing.commit(done))
         dealt, kept = self.dealing.deal(shares), step_state.shares if step_state.last else step_state.counted
         step_state.shares = tuple(before + more for before, more in zip(kept, dealt, strict=True))
         step_state.extra = dealt[self._transport.rank]
@@ -291,7 +291,7 @@ class TrainingState:
         rest = record.samples
         if step_state.ranges:
             rest = tuple(all_ - before for all_, before in zip(record.samples, step_state.counted, strict=True))
-        ranges = joined(step_state.ranges, self.dealing.commit(rest, header.total("ended") == len(header.facts)))
+        ranges = joined(step_state.ranges, self.dealing.commit(rest, (header.column("ended") > 0).tolist()))
         record = replace(record, ranges=ranges, wall_s=record.wall_s if wall_s is None else wall_s)
         shown = self._remember(record)
         self.index += 1
