@@ -452,7 +452,9 @@ def test_a_figure_of_several_numbers_is_refused_unless_they_are_of_single_sample
 ) -> None:
     step = first(fleet, global_batch=6, micro_batch=6)
     for x, y in step:
-        with pytest.raises(ValueError, match=r"shape \(3,\), and a figure is one number: give per_class=values.sum\(\)"):
+        with pytest.raises(
+            ValueError, match=r"shape \(3,\), and a figure is one number: give per_class=values.sum\(\)"
+        ):
             step.add(per_class=torch.bincount(torch.arange(6) % 3))
         step.add(each=torch.ones(6), one=torch.ones(1, 1))
         step.backward(mse(model, x, y))

@@ -392,19 +392,9 @@ class Step(FormerNames):
         if self._combined:
             raise MisuseError(f"step.add after the round of step {self.index}: it can no longer be summed")
         for name, value in figures.items():
-            value = self._sum_of(name, value) if isinstance(value, torch.Tensor) else float(value)
+            rows = None if self._micro_batch is None else self._micro_batch.rows
+            value = _sum_of(name, value, rows) if isinstance(value, torch.Tensor) else float(value)
             self._figures[name] = self._figures.get(name, 0.0) + value
-
-    def _sum_of(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a figure's tensor; raise ValueError for one whose numbers may be meant one by one."""
-        by_sample = self._micro_batch is not None and value.shape[:1] == (self._micro_batch.rows,)
-        if value.numel() != 1 and value.dtype is not torch.bool and not by_sample:
-            raise ValueError(
-                f"step.add({name}=...) got a tensor of shape {tuple(value.shape)}, and a figure is one number: give "
-                f"{name}=values.sum(), or each number under a name of its own. A table, such as counts per class, is "
-                "made by fleet.evaluate(score, dataset, tables=...)"
-            )
-        return value.detach().to(torch.float64).sum()
 
     def _end_micro_batch(self, micro: MicroBatch, work: Work) -> None:
         self._micro_batch = None
@@ -567,3 +557,17 @@ class Step(FormerNames):
         if self.record is None:
             raise MisuseError(f"step {self.index} has no result yet: it has one after step.commit")
         return self.record
+
+
+def _sum_of(name: str, value: torch.Tensor, rows: int | None) -> torch.Tensor:
+    """Return the sum of a figure's tensor; raise ValueError for one whose numbers may be meant one by one.
+
+    ``rows``: samples of the open micro-batch, of which each may have a number.
+    """
+    if value.numel() != 1 and value.dtype is not torch.bool and value.shape[:1] != (rows,):
+        raise ValueError(
+            f"step.add({name}=...) got a tensor of shape {tuple(value.shape)}, and a figure is one number: give "
+            f"{name}=values.sum(), or each number under a name of its own. A table, such as counts per class, is "
+            "made by fleet.evaluate(score, dataset, tables=...)"
+        )
+    return value.detach().to(torch.float64).sum()

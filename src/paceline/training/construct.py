@@ -208,8 +208,14 @@ class StepsConstructor:
         return schedules.ScheduleWatch(
             schedules.LoopLength(steps.most, settings.epochs, lengths),
             find=context.tracking.schedules,
-            warn=context.warn,
+            warn=self._warn_once,
         )
+
+    def _warn_once(self, text: str) -> None:
+        """Warn of what may be so in each of the script's loops."""
+        if text not in self._logged_once:
+            self._logged_once.add(text)
+            self._context.warn(text)
 
     def _loop_context(self, plan: LoopPlan, gradients: Gradients, dealing: Dealing) -> LoopContext:
         context, script_loop, models = self._context, plan.script_loop, self._context.models
@@ -547,9 +553,7 @@ class LoopBuilder:
         steps = self._context.steps
         if steps is None or not steps.begun:
             return
-        for name, thing in self._context.tracking.things.items() if steps.finished else ():
-            if isinstance(thing, LRScheduler) and (text := schedules.unfinished(name, thing)):
-                self._context.warn(text)
+        self._loading.check_schedules()
         self._untracked.at_the_end(steps)
 
 

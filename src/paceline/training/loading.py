@@ -22,10 +22,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from paceline.checkpoint import content as checkpoint
 from paceline.checkpoint.load import Found, fetch
 from paceline.checkpoint.shards import outline
 from paceline.errors import MisuseError
+from paceline.step.checks.schedules import unfinished
 from paceline.step.micro_batch_size import keep_saved
 from paceline.step.script_loops import CallResults
 from paceline.transport import Alone
@@ -227,6 +230,8 @@ class Loading:
 
     def __init__(self, context: TrainingContext, replica: Replica, untracked: UntrackedChecks) -> None:
         self._context, self._replica, self._untracked = context, replica, untracked
+        self._checked: StepLoop | None = None
+        """The newest loop that was over when its schedules were looked at."""
 
     def load(self, path: str | Path, *, missing_ok: bool, loops: str | None) -> Any:
         """Run ``fleet.load``."""
@@ -236,6 +241,7 @@ class Loading:
             raise MisuseError("fleet.load in the middle of a loop: call it before the first step, or behind the loop")
         if loops not in (None, *LOOPS):
             raise ValueError(f'loops must be "all" or "rest", got {loops!r}')
+        self.check_schedules()
         self._untracked.before_load(path)
         if context.outside:
             return self._load_outside(Path(path), loops)
@@ -247,6 +253,16 @@ class Loading:
             return None
         self._untracked.after_fetch(path, found)
         return self._restore_all(*found, loops=loops)
+
+    def check_schedules(self) -> None:
+        """Warn of schedules that are not at their end when a loop is over; once, for a load may set them back."""
+        steps = self._context.steps
+        if steps is None or not steps.begun or not steps.finished or steps is self._checked:
+            return
+        self._checked = steps
+        for name, thing in self._context.tracking.things.items():
+            if isinstance(thing, LRScheduler) and (text := unfinished(name, thing)):
+                self._context.warn(text)
 
     def _load_outside(self, path: Path, loops: str | None) -> Any:
         """Load on a worker that waits to enter.

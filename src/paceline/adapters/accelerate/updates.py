@@ -18,7 +18,7 @@ from accelerate.state import GradientState
 from paceline.adapters.accelerate.refusals import NotCopied, in_words_of_accelerate
 from paceline.errors import MisuseError
 from paceline.feed import TorchGenerators
-from paceline.step.checks.schedules import horizons, steps_made
+from paceline.step.checks.schedules import ends_at, horizons, steps_made
 from paceline.step.step import Step
 
 
@@ -293,7 +293,7 @@ class FleetScheduler(NotCopied, AcceleratedScheduler):
     def _check_length(self) -> None:
         made = steps_made(self.scheduler) or 0
         for found in [] if self._warned else horizons(self.scheduler):
-            if made > found.steps + self._batches():
+            if made > found.steps + self._batches() and not self._ends_at(found.steps * self._batches(), found.steps):
                 self._warned = True
                 self._warn(
                     f"{type(self.scheduler).__name__} is past its end: it was made for {found.steps} steps "
@@ -301,6 +301,10 @@ class FleetScheduler(NotCopied, AcceleratedScheduler):
                     "update, one per process, as in Accelerate: make it by len(loader) before prepare, or for "
                     "accelerator.num_processes times the updates"
                 )
+
+    def _ends_at(self, steps: int, not_at: int) -> bool:
+        """Return whether a function of the script's ends at ``steps``, though it has a number ``not_at`` by name."""
+        return any(ends_at(function, steps, not_at=not_at) for function in getattr(self.scheduler, "lr_lambdas", ()))
 
 
 def keep_gradients(model: torch.nn.Module, may_clear: Callable[[torch.nn.Module], bool]) -> None:

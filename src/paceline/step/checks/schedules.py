@@ -302,11 +302,14 @@ class ScheduleWatch:
     def _check_fraction(self, one: _Watched, *, ends_epoch: bool) -> None:
         """Warn where ``schedule.step(epoch + i / len(loader))`` moves on by another part of an epoch than a step is."""
         before, now = self._fractions.get(one.name), _place(one.schedule)
+        if before is None or now is None:  # it takes no parts of an epoch, or was warned of
+            return
         self._fractions[one.name] = now
-        if before is None or now is None or ends_epoch or not self._length.steps:
+        if ends_epoch or not self._length.steps:
             return
         moved, part = now - before, self._length.epochs / self._length.steps
         if moved > 0 and not float(moved).is_integer() and not 0.8 * part < moved < 1.25 * part:
+            self._fractions[one.name] = None
             self._warn(
                 f"{one.kind} moves on by {moved:.3g} epochs in a step, and a step is {part:.3g} of an epoch: "
                 "i / len(loader) counts the loader's batches. Write schedule.step(step.progress * epochs), or count "
