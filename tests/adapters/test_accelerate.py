@@ -349,6 +349,33 @@ def test_a_schedule_that_runs_past_its_end_is_warned_of(caplog: pytest.LogCaptur
     assert "makes 4 steps per update" in warned[0]
 
 
+def test_a_function_that_ends_with_the_training_is_not_past_its_end() -> None:
+    accelerator = made(global_batch=8)
+    model, optimizer, loader = ready(accelerator, batch=2)
+    total = 2 * len(loader)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: max(0, 1 - n / (4 * total))))
+    warned: list[str] = []
+    schedule._warn = warned.append
+    for _ in range(2):
+        for batch in loader:
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            schedule.step()
+    assert schedule.get_last_lr() == [0.0]
+    assert warned == []
+
+
+def test_a_model_that_is_prepared_after_a_loop_is_refused_with_what_to_write() -> None:
+    accelerator = made()
+    model, optimizer, loader = ready(accelerator)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+    with pytest.raises(MisuseError, match=r"prepare every model before the first loop, also one that is trained later"):
+        accelerator.prepare(nn.Linear(1, 1).double())
+    accelerator.prepare(nn.Linear(1, 1).double().requires_grad_(False))
+
+
 def test_an_evaluation_needs_no_optimizer_and_knows_the_mode() -> None:
     accelerator = made()
     model, loader = accelerator.prepare(nn.Linear(1, 1).double(), DataLoader(data(), batch_size=5))

@@ -203,7 +203,13 @@ class Accelerator(NotCopied, LeadersTrackers):
         if joined.context.steps is not None and not self._models:
             self.updates.forget()
             joined.renew()
-        if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
+        frozen = evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters())
+        if joined.context.steps is not None and not frozen:
+            raise MisuseError(
+                "accelerator.prepare(model) after a training loop: prepare every model before the first loop, also one "
+                "that is trained later; for a training of its own call accelerator.free_memory() and prepare all anew"
+            )
+        if frozen:
             model.to(joined.fleet.device)
             if next(model.parameters(), None) is not None:
                 joined.track("frozen", model)
