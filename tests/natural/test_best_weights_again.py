@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from programs import refusals, results
+from programs import outcomes, refusals, results
 
 pytestmark = pytest.mark.fleet
 
@@ -69,3 +69,30 @@ def test_in_the_middle_of_a_loop_it_is_refused(tmp_path: Path) -> None:
         tmp_path, BEST.replace("LEAVE", "if step.index == 9: fleet.load(path)"), CHECKPOINT=str(tmp_path / "b")
     )
     assert "call it before the first step, or behind the loop" in said
+
+
+SCHEDULED = """
+with paceline.join() as fleet:
+    model = fleet.model(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = fleet.steps(data, global_batch=12, micro_batch=3, epochs=4)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, LENGTH * len(steps))
+    fleet.track(optimizer=optimizer, schedule=schedule)
+    for step in steps:
+        for a, b in step:
+            step.backward(loss_fn(model(a), b))
+        step.commit(optimizer)
+        schedule.step()
+        if step.ends_epoch and step.epoch == 0:
+            fleet.save(os.environ["CHECKPOINT"])
+    fleet.load(os.environ["CHECKPOINT"])
+"""
+
+
+@pytest.mark.parametrize(("length", "warned"), [(1, False), (2, True)])
+def test_a_schedule_is_judged_by_where_the_loop_left_it(tmp_path: Path, length: int, warned: bool) -> None:
+    (ended,) = outcomes(
+        tmp_path, SCHEDULED.replace("LENGTH", str(length)), workers=1, CHECKPOINT=str(tmp_path / "best")
+    )
+    assert ended.code == 0, ended.err[-3000:]
+    assert ended.err.count("steps when training ended") == warned
