@@ -365,6 +365,25 @@ def test_a_function_that_ends_with_the_training_is_not_past_its_end() -> None:
     assert warned == []
 
 
+def test_a_second_optimizer_takes_the_parameters_of_a_first_one_over() -> None:
+    accelerator = made()
+    body, more = nn.Linear(1, 1).double(), nn.Linear(1, 1).double()
+    first = torch.optim.SGD([*body.parameters(), *more.parameters()], lr=0.1)
+    body, more, first, loader = accelerator.prepare(body, more, first, DataLoader(data(), batch_size=4))
+    for batch in loader:
+        accelerator.backward(loss_of(lambda x: more(body(x)), batch))
+        first.step()
+    second = accelerator.prepare(torch.optim.SGD(body.parameters(), lr=0.1))
+    before = more.weight.item()
+    for batch in loader:
+        second.zero_grad()
+        accelerator.backward(loss_of(body, batch))
+        second.step()
+    assert accelerator.last_step is not None
+    assert accelerator.last_step.applied
+    assert more.weight.item() == before
+
+
 def test_a_model_that_is_prepared_after_a_loop_is_refused_with_what_to_write() -> None:
     accelerator = made()
     model, optimizer, loader = ready(accelerator)

@@ -6,7 +6,7 @@ At every other micro-batch these calls do nothing, as Accelerate's own while gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -214,7 +214,8 @@ class StepUpdates:
 
     def _commit(self, *optimizers: torch.optim.Optimizer) -> None:
         assert self.step is not None
-        self._uncleared = [one for one in self._uncleared if one.has_gradient()]
+        applied = {id(parameter) for one in self._stepped for parameter in one.parameters()}
+        self._uncleared = [one for one in self._uncleared if one.has_gradient(but=applied)]
         with in_words_of_accelerate():
             self.step.commit(*optimizers)
         self.last = self.step
@@ -245,9 +246,9 @@ class FleetOptimizer(NotCopied, AcceleratedOptimizer):
         """Yield the parameters of all groups."""
         return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
 
-    def has_gradient(self) -> bool:
-        """Return whether a parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in self.parameters())
+    def has_gradient(self, *, but: Set[int]) -> bool:
+        """Return whether a parameter has a gradient, besides those with these ``id``."""
+        return any(parameter.grad is not None and id(parameter) not in but for parameter in self.parameters())
 
 
 class FleetScheduler(NotCopied, AcceleratedScheduler):
