@@ -331,3 +331,22 @@ def test_the_schedule_survives_json() -> None:
     turns(probes, steps=50, added_s=-0.5)
     copy.load_state_dict(json.loads(json.dumps(probes.state_dict())))
     assert copy.state_dict() == probes.state_dict()
+
+
+@given(
+    factors=st.lists(st.sampled_from([1.0, 1.5, 2.0, 4.0, 30.0]), min_size=2, max_size=5),
+    totals=st.lists(st.sampled_from([8, 64, 96, 256]), min_size=3, max_size=12),
+    unit=st.sampled_from([1, 4]),
+)
+def test_a_plan_by_what_was_kept_is_that_of_a_pacer_that_has_kept_nothing(
+    factors: list[float], totals: list[int], unit: int
+) -> None:
+    """Shares are kept while belief and question stay the same; a pacer with a loaded state computes them anew."""
+    pacer, workers = Adaptive(), tuple(range(len(factors)))
+    for step, total in enumerate(totals):
+        for asked in (total, total, max(totals)):
+            ask, fresh = Ask(step=step, total=asked, workers=workers, unit=unit), Adaptive()
+            fresh.load_state_dict(json.loads(json.dumps(pacer.state_dict())))
+            assert repr(pacer.plan(ask)) == repr(fresh.plan(ask))  # NaN where nothing is known
+        shares = pacer.plan(Ask(step=step, total=total, workers=workers, unit=unit)).samples
+        pacer.observe(record(step, shares, [n * factor for n, factor in zip(shares, factors, strict=True)]))

@@ -15,6 +15,7 @@ import paceline
 from lone import flat, linear, numbers, plain, sgd, training
 from paceline import concurrency
 from paceline.errors import FLEET_FAILED, WorkerLost
+from paceline.gradients import Gradients
 from paceline.gradients.header import SUMS
 from paceline.observe import read_log
 from paceline.transport import group as groups
@@ -77,6 +78,17 @@ def test_joins_one_after_another_in_one_process_train_alike(launcher: None, tmp_
             model = fleet.model(linear())
             list(training(fleet, model, sgd(model), numbers(), global_batch=8, micro_batch=4, shuffle=False))
         assert torch.allclose(flat(model), plain(linear(), numbers(), batch=8), atol=1e-12)
+
+
+def test_one_worker_under_a_launcher_copies_no_gradients(launcher: None) -> None:
+    """Nobody can join it, so it does what a worker does that no launcher started."""
+    transport, model = FixedTransport(torch.device("cpu")), linear()
+    try:
+        gradients = Gradients(transport, [model])
+        assert transport.solitary
+        assert not gradients.buckets.buckets
+    finally:
+        transport.close()
 
 
 def test_a_join_works_again_after_one_that_failed(launcher: None, tmp_path: Path) -> None:

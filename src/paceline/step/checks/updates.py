@@ -93,10 +93,6 @@ class UpdateGuard:
         """Look at every optimiser anew: models or parameter groups may have been added."""
         self._known.clear()
 
-    def is_ours(self, optimizer: Optimizer) -> bool:
-        """Return whether this optimiser holds parameters of the fleet's models."""
-        return self._holdings(optimizer).ours
-
     def _holdings(self, optimizer: Optimizer) -> _Holdings:
         held = list(_parameters(optimizer))
         ids, found = hash(tuple(map(id, held))), self._known.get(optimizer)
@@ -183,10 +179,10 @@ class UpdateGuard:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._phase is UpdatePhase.OUTSIDE:
             return
-        others = self._holdings(optimizer).others
-        if others and concurrency.current_thread() is self._thread:  # another loop may be on another thread
-            self._outside |= others
-        if not self.is_ours(optimizer):
+        held = self._holdings(optimizer)
+        if held.others and concurrency.current_thread() is self._thread:  # another loop may be on another thread
+            self._outside |= held.others
+        if not held.ours:
             return
         if id(optimizer) in self._made:
             raise MisuseError(self._twice(optimizer))
@@ -208,7 +204,9 @@ class UpdateGuard:
             self._fed = _has_gradient(_parameters(optimizer), nonzero=look)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.is_ours(optimizer):
+        # In a loop `_before` has just looked at what it holds.
+        held = None if self._phase is UpdatePhase.OUTSIDE else self._known.get(optimizer)
+        if not (held or self._holdings(optimizer)).ours:
             return
         self._stepped(optimizer)
         if self._running and self._running[-1] is optimizer:
