@@ -347,6 +347,6 @@ def test_a_plan_by_what_was_kept_is_that_of_a_pacer_that_has_kept_nothing(
         for asked in (total, total, max(totals)):
             ask, fresh = Ask(step=step, total=asked, workers=workers, unit=unit), Adaptive()
             fresh.load_state_dict(json.loads(json.dumps(pacer.state_dict())))
-            assert pacer.plan(ask) == fresh.plan(ask)
+            assert repr(pacer.plan(ask)) == repr(fresh.plan(ask))  # NaN where nothing is known
         shares = pacer.plan(Ask(step=step, total=total, workers=workers, unit=unit)).samples
         pacer.observe(record(step, shares, [n * factor for n, factor in zip(shares, factors, strict=True)]))
