@@ -82,10 +82,10 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_the_step_goes_on(tmp_pa
 
 
 def test_a_gpu_s_micro_batches_grow_as_far_as_memory_and_speed_allow(tmp_path: Path) -> None:
-    value = run("gpu_cases.py:real_memory", 1, tmp_path, args={"epochs": 8})[0]
+    value = run("gpu_cases.py:real_memory", 1, tmp_path, args={"epochs": 16})[0]
     assert value["found"][0] == [0]
     assert 1 <= value["found"][-1][0] == value["micro_batch"] < 32768
-    assert value["samples"] == [32768] * 8
+    assert value["samples"] == [32768] * 16
     assert value["finite"]
 
 

@@ -18,7 +18,7 @@ Change = Callable[[Any], Any]
 class Side:
     """One of two workers that gather with each other."""
 
-    shards = 1
+    shards, since = 1, 0
 
     def __init__(self, rank: int, said: dict[str, list[Any]], both: Barrier) -> None:
         self.rank, self._said, self._both = rank, said, both
