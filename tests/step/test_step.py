@@ -458,10 +458,11 @@ def test_a_figure_of_several_numbers_is_refused_unless_they_are_of_single_sample
             step.add(per_class=torch.bincount(torch.arange(6) % 3))
         step.add(each=torch.ones(6), one=torch.ones(1, 1))
         step.backward(mse(model, x, y))
+        step.add(each=torch.ones(6))
     with pytest.raises(ValueError, match="a figure is one number"):
         step.add(each=torch.ones(6))
     step.commit(sgd(model))
-    assert step.sums == {"each": 6.0, "one": 1.0}
+    assert step.sums == {"each": 12.0, "one": 1.0}
 
 
 def test_the_loss_is_the_mean_over_samples_for_uneven_micro_batches(fleet: paceline.Fleet, model: nn.Linear) -> None:

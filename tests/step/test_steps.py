@@ -408,7 +408,7 @@ def test_figures_are_summed_over_micro_batches_and_over_the_fleet(hire: Hire) ->
     for x, y in step:
         step.add(seen=len(x))
         step.backward(nn.functional.mse_loss(worker.model(x), y))
-        step.add(seen=torch.tensor([0.25, 0.25]), after=1)
+        step.add(seen=torch.full((4,), 0.125), after=1)
     step.add(after=2)
     step.commit(worker.optimizer)
     assert step.share == 4, "one micro-batch: a half of the global batch"

@@ -132,6 +132,8 @@ class Step(FormerNames):
         self._iterated = self._combined = self._committed = False
         self._micro_batch: MicroBatch | None = None
         self._micro_batch_began = 0.0
+        self._rows: int | None = None
+        """The rows of the micro-batch that the loop is in, before and behind its backward."""
         self._figures: dict[str, Any] = {}
         self._micro_batch_void = False
         """Whether the present micro-batch, and the figures added with it, do not count: it is empty, or comes again."""
@@ -237,6 +239,7 @@ class Step(FormerNames):
         if self._loop.leaving:
             return None
         taken, self._micro_batch_began = self._step_round.take(opened)
+        self._rows = None if taken is None else taken.rows
         self._idle_s += self._micro_batch_began - opened
         return taken
 
@@ -392,8 +395,7 @@ class Step(FormerNames):
         if self._combined:
             raise MisuseError(f"step.add after the round of step {self.index}: it can no longer be summed")
         for name, value in figures.items():
-            rows = None if self._micro_batch is None else self._micro_batch.rows
-            value = _sum_of(name, value, rows) if isinstance(value, torch.Tensor) else float(value)
+            value = _sum_of(name, value, self._rows) if isinstance(value, torch.Tensor) else float(value)
             self._figures[name] = self._figures.get(name, 0.0) + value
 
     def _end_micro_batch(self, micro: MicroBatch, work: Work) -> None:
@@ -562,7 +564,7 @@ class Step(FormerNames):
 def _sum_of(name: str, value: torch.Tensor, rows: int | None) -> torch.Tensor:
     """Return the sum of a figure's tensor; raise ValueError for one whose numbers may be meant one by one.
 
-    ``rows``: samples of the open micro-batch, of which each may have a number.
+    ``rows``: samples of the micro-batch that the loop is in, of which each may have a number.
     """
     if value.numel() != 1 and value.dtype is not torch.bool and value.shape[:1] != (rows,):
         raise ValueError(
