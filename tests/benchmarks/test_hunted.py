@@ -65,9 +65,10 @@ def test_a_bug_with_which_nothing_went_wrong_is_named() -> None:
 
 @pytest.mark.fleet
 def test_a_bug_that_is_put_back_is_reported(tmp_path: Path) -> None:
-    options = ("--bugs", "--only", "h8", "--out", str(tmp_path / "trials"))
+    options = ("--bugs", "--only", "h2,h8", "--out", str(tmp_path / "trials"))
     done = run_program(SCRIPT, tmp_path, *options, within=150)
     assert done.code == 0, done.err[-3000:]
-    assert done.value["crashes"] == 1, done.err[-3000:]
+    assert done.value["cases"]["h8"]["crashes"] == 1, done.err[-3000:]
+    assert done.value["shown"]["sums_of_the_old_size in h2"][0] >= 1
     assert "TypeError" in done.err
     assert done.value["hidden"] == []

@@ -43,7 +43,6 @@ def test_the_same_seed_gives_the_same_schedule() -> None:
 SHOWN_BY: dict[str, tuple[int, dict[str, Any], int]] = {
     "lost_wake_up": (1278, {"size": 2, "faults": (), "calls": {}, "stalls": 0.2, "epochs": 8}, 12),
     "waits_for_itself": (2740, {}, 0),
-    "sums_of_the_old_size": (2740, {}, 1),
     "unsettled_group": (726, {}, 38),
     "waits_for_those_who_form": (678, {}, 0),
     "trusts_old_digests": (183, {}, 183),
@@ -64,11 +63,17 @@ SHOWN_BY: dict[str, tuple[int, dict[str, Any], int]] = {
 """By mended bug: the case in which it shows, as the seed of a case and what is otherwise in it, and the schedule that
 showed it last. Any change of the library moves schedules; others of the same case then show it."""
 SEARCHED = 300
+BY_PROCESSES = {"sums_of_the_old_size"}
+"""Mended bugs that no schedule is known to show now: hunted.py shows them with real processes (test_hunted.py)."""
+
+
+def test_each_mended_bug_has_what_shows_it() -> None:
+    assert SHOWN_BY.keys() | BY_PROCESSES == MUTANTS.keys()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_core")
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", sorted(SHOWN_BY))
 def test_a_mended_bug_is_found(name: str) -> None:
     """With the bug put back, a schedule of its case goes wrong; without it, the same schedule does not."""
     seed, changes, first = SHOWN_BY[name]
