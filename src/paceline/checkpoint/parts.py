@@ -44,7 +44,7 @@ class StatePart:
 
     @cached_property
     def layout(self) -> str:
-        """Where its tensors stand in the state and in the memory, and what they are."""
+        """The places of its tensors in the state and in the memory, with their types and shapes."""
         places = [(path, t.dtype, *t.shape, t.stride(), t.storage_offset()) for path, t in self._tensors]
         return repr((self.memory.numel(), places))
 

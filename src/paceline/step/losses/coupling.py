@@ -203,7 +203,7 @@ def outputs_of(root: Node, rows: int, *, numbered: bool = False) -> tuple[list[E
             return [], True
         picked = numbered and stem in ("Index", "IndexSelect") and shape[0] == rows != shape_below(node)[0]
         layer = stem == "" or ((stem in LAYERS or _of_parameters(node)) and not _is_of_picked(node, output))
-        turned = [child for child, _ in node.next_functions if child is not None and is_reordering(child, rows)]
+        turned = [child for child, _ in node.next_functions if child is not None and _is_reordering(child, rows)]
         if by_rows and (picked or layer or turned):
             edges[node, output] = None
             numbers += torch.Size(shape).numel()
@@ -391,7 +391,7 @@ def _start_of_rows(edge: Edge, rows: int) -> Any:
     return 0 if shape_of(node, output)[:1] == (rows,) else None
 
 
-def is_reordering(node: Node, rows: int) -> bool:
+def _is_reordering(node: Node, rows: int) -> bool:
     """Return whether a node puts all samples in another order, along whichever dimension they lie.
 
     On a device indices are not looked at, and may do so.
